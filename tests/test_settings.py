@@ -180,6 +180,10 @@ def test_a_value_that_no_request_could_use_is_refused_at_the_start(option, value
     assert words in told.output
 
 
+def test_an_empty_session_header_is_the_default(serve):
+    assert serve(TOKENCACHE_SESSION_HEADER="").session_header == "X-Tokencache-Session"
+
+
 def test_a_host_that_does_not_exist_is_named():
     with pytest.raises(OSError, match=r"cannot listen on no\.such\.host\.invalid port 0 \(--host, --port\): "):
         bind("no.such.host.invalid", 0)

@@ -318,7 +318,9 @@ class Settings(BaseSettings):
     @field_validator("session_header", "affinity_headers")
     @classmethod
     def _check_headers(cls, given: str, info: ValidationInfo) -> str:
-        for name in names_in(given) if info.field_name == "affinity_headers" else [given]:
+        if info.field_name == "session_header":
+            return check_header_name(given or cls.model_fields["session_header"].default)  # `${SESSION_HEADER:-}` in a compose file
+        for name in names_in(given):
             check_header_name(name)
         return given
 

@@ -6,7 +6,7 @@
     tck-…                                           an API key that the trainer registered
 
 The proxy reads them (`proxy.sessions`); the Python client and the harness adapters write them, after `check_proxy_url` has checked
-the base URL that the user gave. `is_loopback` and `direct` tell whether a host is this machine.
+the base URL that the user gave. `is_loopback` and `is_local` tell whether a host is this machine.
 """
 
 import ipaddress
@@ -88,10 +88,10 @@ def is_loopback(host: str) -> bool:
         return host.lower().rstrip(".") == "localhost"
 
 
-def direct(url: str) -> dict[str, None]:
-    """Return the `mounts` with which httpx ignores `HTTP_PROXY` for a URL of this machine, which no proxy elsewhere can reach."""
-    host = urlsplit(url).hostname or ""
-    return {f"all://{f'[{host}]' if ':' in host else host}": None} if is_loopback(host) else {}
+def is_local(url: str) -> bool:
+    """Whether a URL is one of this machine, without TLS. httpx then needs nothing of the environment, and no `HTTP_PROXY` can reach it."""
+    parts = urlsplit(url)
+    return parts.scheme == "http" and is_loopback(parts.hostname or "")
 
 
 def check_name(name: str) -> str:

@@ -231,6 +231,14 @@ def test_a_web_proxy_is_not_asked_for_this_machine(tmp_path, proxy, mine, direct
     assert launch.environment(mine) == {**mine, **named, **launch.env}
 
 
+def test_each_spelling_of_no_proxy_keeps_what_it_has(tmp_path):
+    """Go reads the upper case first, Python and curl the lower case, and Python also any other."""
+    launch = prepared("openai", tmp_path, proxy_url="http://127.0.0.1:8100")
+    mine = {"HTTP_PROXY": "http://web:3128", "NO_PROXY": ".local", "no_proxy": "*", "No_Proxy": "10.0.0.0/8"}
+    named = {"NO_PROXY": ".local,127.0.0.1", "no_proxy": "*", "No_Proxy": "10.0.0.0/8,127.0.0.1"}
+    assert launch.environment(mine) == {**mine, **named, **launch.env}
+
+
 odd = st.sampled_from(['"', "\\", "'", "a.b", "\x7f", "\x01", "\n", "ü", "yes", "1e3", "{}", "- a", "# a", "*a"])
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | odd
 

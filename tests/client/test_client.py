@@ -15,6 +15,7 @@ from tokencache.client import (
     AsyncClient,
     Budget,
     Client,
+    ClientError,
     EngineInUseError,
     InvalidUrlError,
     NotFoundError,
@@ -55,12 +56,20 @@ async def open_call(rig, session):
             await call
 
 
+@pytest.mark.parametrize("scheme", ["http", "socks5"])
 @pytest.mark.parametrize("kind", KINDS.values())
-async def test_a_proxy_for_other_hosts_is_not_asked_for_this_machine(rig, kind, monkeypatch):
+async def test_a_proxy_for_other_hosts_is_not_asked_for_this_machine(rig, kind, scheme, monkeypatch):
     for variable in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
-        monkeypatch.setenv(variable, "http://127.0.0.1:1")
+        monkeypatch.setenv(variable, f"{scheme}://127.0.0.1:1")
     async with Wrapped(kind(rig.url)) as client:
         assert await client.conditions()
+
+
+@pytest.mark.parametrize("kind", KINDS.values())
+def test_a_web_proxy_that_httpx_cannot_use_is_no_traceback(kind, monkeypatch):
+    monkeypatch.setenv("ALL_PROXY", "socks://proxy:1080")
+    with pytest.raises(ClientError, match=r"ALL_PROXY cannot be used: .*socks"):
+        kind("http://tokencache:8100")
 
 
 async def test_requests_that_wait_at_the_proxy_hold_up_no_others(rig):

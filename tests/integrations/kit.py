@@ -38,6 +38,13 @@ async def rewarding_a_part(session, sample):
     await session.set_reward(reward, sequences={(await session.trajectory()).sequences[-1].id: 9.0})
 
 
+async def rewarding_its_only_row(session, sample):
+    """A harness that asks once, and whose grader rewards the row by itself, beside the rollout."""
+    async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key) as model:
+        await model.chat.completions.create(model="sim", messages=[{"role": "user", "content": "Guess."}])
+    await session.set_reward(0.5, sequences={(await session.trajectory()).sequences[0].id: 9.0})
+
+
 async def without_reward(session, sample):
     """A harness that returns no reward."""
     await branching(session, sample)

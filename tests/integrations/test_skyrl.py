@@ -28,7 +28,16 @@ from skyrl.train.trainer import RayPPOTrainer
 from skyrl.train.utils.trainer_utils import validate_generator_output
 
 from examples.integrations.guessing import play
-from tests.integrations.kit import branching, failing, guessing_engine, looking, rewarding_a_part, truth, without_reward
+from tests.integrations.kit import (
+    branching,
+    failing,
+    guessing_engine,
+    looking,
+    rewarding_a_part,
+    rewarding_its_only_row,
+    truth,
+    without_reward,
+)
 from tests.proxy.kit import proxied
 from tokencache.client import AsyncClient
 from tokencache.integrations.rollouts import TooManyFailuresError
@@ -78,6 +87,13 @@ async def test_step_wise_training_gets_all_rows_of_a_trajectory(harness):
         assert output["rewards"] == [0.5] * 4
         trained = sum(map(sum, output["loss_masks"]))
         assert trained == sum(len(call.completion_ids) for call in rig.engine.ground_truth if call.session)
+
+
+async def test_the_last_steps_of_a_group_have_the_rewards_of_their_rollouts():
+    """SkyRL compares them, so a rollout of one step must not have another kind of reward than one of two."""
+    async with proxied(guessing_engine()) as rig:
+        output = await TokencacheGenerator(rig.url, rewarding_its_only_row, rows="all", step_wise=True).generate(batch_of(1))
+        assert output["rewards"] == [0.5]
 
 
 async def test_one_row_for_each_prompt_is_a_stated_choice():

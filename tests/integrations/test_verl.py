@@ -187,6 +187,14 @@ async def test_the_worker_for_transfer_queue_gets_all_rows(tmp_path, monkeypatch
     assert steps_of(stored["u7_0_0"]) == [[2, 2]], "the weights that verl sent before its third step"
 
 
+async def test_the_last_rows_of_a_group_have_the_rewards_of_their_rollouts(tmp_path):
+    """verl compares them, so a rollout of one row must not have another kind of reward than one of two."""
+    async with proxied(guessing_engine()) as rig:
+        worker = worker_of(rig.url, tmp_path, play="tests.integrations.kit:rewarding_its_only_row", rows="all")
+        (output,) = await loop_of(worker).run({"temperature": 0.5}, uid="u7", session_id=0, global_steps=3, secret=2)
+    assert output.reward_score == 0.5
+
+
 def steps_of(tag):
     """The policy versions of a row, as verl's default trainer reads them (`_compute_metrics`)."""
     return np.array([[tag["min_global_steps"], tag["max_global_steps"]]], dtype=int).tolist()

@@ -349,6 +349,12 @@ async def test_the_proxy_itself_is_refused(path):
         assert not await listed(rig)
 
 
+@pytest.mark.parametrize(("host", "url"), [("localhost:8000", "http://localhost:8000"), ("gateway", "http://gateway/vllm")])
+async def test_an_engine_may_have_the_host_under_which_a_gateway_or_a_forwarded_port_leads_here(host, url):
+    async with replica() as rig, rig.http.post(rig.url + ENGINES, json={"url": url}, headers={"Host": host}) as answer:
+        assert answer.status == 201, await answer.json()
+
+
 async def test_a_password_in_the_url_is_refused_and_not_repeated():
     async with replica() as rig:
         said = await request(rig, "POST", url="http://u:hunter2@w:8000", status=400)

@@ -66,6 +66,19 @@ async def test_a_registered_key_overrides_everything(rig, way):
     assert await sessions(rig) == {"mine": 1}
 
 
+async def test_two_keys_of_which_either_would_name_the_session_are_refused(rig):
+    """Nobody could tell in whose trajectory the call would be."""
+    keys = ("tcs-r1", "tcs-r2"), [await key_for(rig, name) for name in "ab"]
+    for one, other in keys:
+        for headers in ({"x-api-key": one, "Authorization": f"Bearer {other}"}, {"x-api-key": one, "x-goog-api-key": other}):
+            status, said = await call(rig, headers=headers)
+            assert (status, "two different keys" in said["error"]["message"]) == (400, True)
+            assert (await call(rig, headers={name: value.replace(other, one) for name, value in headers.items()}))[0] == 200
+    for headers, path in ({HEADER: "r3"}, CHAT), ({}, f"/s/r3{CHAT}"):
+        assert (await call(rig, path, headers | {"x-api-key": "tcs-r1", "Authorization": "Bearer tcs-r2"}))[0] == 200
+    assert await sessions(rig) == {"r1": 2, "a": 2, "b": 0, "r3": 2}
+
+
 async def test_a_clients_own_key_is_sent_to_the_engine(rig):
     await call(rig, headers={HEADER: "r1", "Authorization": "Bearer sk-own", "X-Session-ID": "its own"})
     assert rig.engine.headers[-1]["Authorization"] == "Bearer sk-own"

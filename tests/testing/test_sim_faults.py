@@ -5,8 +5,11 @@ import json
 
 import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from tokencache.testing import Fault, SimulatedEngine
+from tokencache.testing.responses import refuse
 
 ASK = {"model": "sim", "messages": [{"role": "user", "content": "EPISODE:demo"}]}
 
@@ -119,3 +122,20 @@ async def test_a_fault_waits_for_its_own_route(engine):
 async def _read(request):
     async with request as response:
         return await response.read()
+
+
+async def test_a_client_that_left_is_no_error_in_the_log(caplog):
+    """As at Ctrl-C in the demo: a reply is written to a connection that is closing."""
+
+    async def late(request):
+        response = web.StreamResponse()
+        await response.prepare(request)
+        request.transport.close()
+        await response.write(b"data: {}")
+
+    app = web.Application(middlewares=[refuse])
+    app.router.add_get("/", late)
+    async with TestServer(app) as server, aiohttp.ClientSession() as client:
+        with pytest.raises(aiohttp.ClientError):
+            await (await client.get(server.make_url("/"))).read()
+    assert not caplog.records

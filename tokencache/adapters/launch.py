@@ -22,7 +22,7 @@ DEFAULT_CONTEXT = 131072
 
 _MAX_OUTPUT = 32000
 _OWN_PREFIX = "TOKENCACHE_"
-_WEB_PROXIES = frozenset({"http_proxy", "https_proxy", "all_proxy"})
+_WEB_PROXIES, _NO_PROXY = frozenset({"http_proxy", "https_proxy", "all_proxy"}), "no_proxy"
 
 
 class Launch(msgspec.Struct, frozen=True):
@@ -49,9 +49,10 @@ class Launch(msgspec.Struct, frozen=True):
         `HTTP_PROXY` or the like is set, `NO_PROXY` names the proxy's host on this machine, which a web proxy cannot reach.
         """
         kept = {name: value for name, value in inherited.items() if not name.startswith(_OWN_PREFIX) and name not in self.unset}
-        direct = kept.get("no_proxy") or kept.get("NO_PROXY", "")
-        if self.host and direct != "*" and not _WEB_PROXIES.isdisjoint(map(str.lower, kept)):
-            kept |= dict.fromkeys(("NO_PROXY", "no_proxy"), f"{direct},{self.host}".removeprefix(","))
+        if self.host and not _WEB_PROXIES.isdisjoint(map(str.lower, kept)):
+            given = {name: value for name, value in kept.items() if name.lower() == _NO_PROXY}  # programs read different spellings
+            given = dict.fromkeys((_NO_PROXY.upper(), _NO_PROXY), next(iter(given.values()), "")) | given
+            kept |= {name: f"{value},{self.host}".removeprefix(",") for name, value in given.items() if value != "*"}
         return {**kept, **self.env}
 
 

@@ -57,7 +57,7 @@ class _EngineApi:
 
     async def add(self, request: web.Request) -> web.StreamResponse:
         url = await _url_in(request)
-        if URL(url).authority == request.host:  # each request would be sent again and again
+        if _is_own(URL(url), request):  # each request would be sent again and again
             raise HarnessError(f"url: {request.host} is the address of this proxy: name the engine's", param="url")
         status = HTTPStatus.CREATED if self._pool.find(url) is None else HTTPStatus.OK
         return json_response(self._object(await self._membership.add(url)), status)
@@ -81,6 +81,12 @@ class _EngineApi:
 
 async def _url_in(request: web.Request) -> str:
     return _base_url((await read_body(request, EngineUrl)).url)
+
+
+def _is_own(engine: URL, request: web.Request) -> bool:
+    """Whether a URL is the one under which a client reached this proxy. A gateway or a forwarded port in between may lead to an engine."""
+    address = request.get_extra_info("sockname")
+    return engine.authority == request.host and engine.path in {"", "/"} and isinstance(address, tuple) and engine.port == address[1]
 
 
 def _base_url(given: str) -> str:

@@ -12,8 +12,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import httpx2
 
+from tokencache.client.errors import ClientError
 from tokencache.client.protocol import Item, ItemSteps, Pause, Request, ServerResponse, Steps
-from tokencache.session_url import direct, printable_url
+from tokencache.session_url import is_local, printable_url
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -21,6 +22,14 @@ T = TypeVar("T")
 
 _CONNECTIONS = httpx2.Limits(max_connections=500, max_keepalive_connections=20)
 """Of one client. A trainer has as many requests in progress as rollouts, and many of them wait at the proxy. httpx allows 100."""
+
+
+def _connected(kind: Callable[..., T], url: str) -> T:
+    """Make a client of httpx. Raises `ClientError` if it cannot use the web proxy that the environment names."""
+    try:
+        return kind(base_url=url, limits=_CONNECTIONS, trust_env=not is_local(url))
+    except (ImportError, ValueError) as why:
+        raise ClientError(f"the web proxy of HTTP_PROXY, HTTPS_PROXY or ALL_PROXY cannot be used: {why}") from None
 
 
 class _Transport:
@@ -51,7 +60,7 @@ class BlockingTransport(_Transport):
 
     def __init__(self, url: str, admin_key: str | None, timeout: float) -> None:
         super().__init__(url, admin_key, timeout)
-        self.http = httpx2.Client(base_url=url, limits=_CONNECTIONS, mounts=direct(url))
+        self.http = _connected(httpx2.Client, url)
 
     def run(self, steps: Steps[T]) -> T:
         """Run an operation and return its result."""
@@ -90,7 +99,7 @@ class AwaitedTransport(_Transport):
 
     def __init__(self, url: str, admin_key: str | None, timeout: float) -> None:
         super().__init__(url, admin_key, timeout)
-        self.http = httpx2.AsyncClient(base_url=url, limits=_CONNECTIONS, mounts=direct(url))
+        self.http = _connected(httpx2.AsyncClient, url)
 
     async def run(self, steps: Steps[T]) -> T:
         """Run an operation and return its result."""

@@ -139,8 +139,8 @@ class TokencacheGenerator(GeneratorInterface):
                 f"session {rollout.trajectory.session!r} has no reward, and SkyRL requires one: return it from play, "
                 "or store it with session.set_reward"
             )
-        if len(rewards) > 1 and rollout.trajectory.reward is not None:
-            rewards[-1] = rollout.trajectory.reward  # SkyRL gives the advantage of the last step to all
+        if self._step_wise and rollout.trajectory.reward is not None:
+            rewards[-1] = rollout.trajectory.reward  # SkyRL compares the last steps of a group, and gives the advantage of one to all steps
         for labels in output["tokencache"]:
             labels["dropped"] = rollout.dropped
         output["rewards"] = rewards

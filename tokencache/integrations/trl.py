@@ -27,6 +27,7 @@ from tokencache.client import AsyncClient, AsyncSession, Trajectory
 from tokencache.client.operations import SessionOptions
 from tokencache.integrations.rollouts import FailedRollout, Play, Rollouts, new_run
 from tokencache.integrations.rows import RowPolicy, check_policy, choose_rows
+from tokencache.session_url import is_local
 
 _ENGINE_SECONDS = 600.0
 """How long an engine may take to load weights."""
@@ -225,8 +226,8 @@ class FolderWeights:
         """
         self._trainer.save_model(str(self._folder))
         if self._trainer.accelerator.is_main_process:
-            with httpx2.Client(timeout=_ENGINE_SECONDS) as http:
-                for engine in self._engines:
+            for engine in self._engines:
+                with httpx2.Client(timeout=_ENGINE_SECONDS, trust_env=not is_local(engine)) as http:
                     reload = {"method": "reload_weights", "kwargs": {"weights_path": str(self._folder)}}
                     http.post(f"{engine}/collective_rpc", json=reload).raise_for_status()
                     cleared = http.post(f"{engine}/reset_prefix_cache").raise_for_status()

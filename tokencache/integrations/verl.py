@@ -110,6 +110,8 @@ class TokencacheAgentLoop(AgentLoopBase):
         if isinstance(rollout, FailedRollout):
             raise FailedRolloutError(f"{rollout.kind}: {rollout}")
         outputs = _outputs(rollout, _default_steps(kwargs))
+        if self._several and rollout.trajectory.reward is not None:
+            outputs[-1].reward_score = rollout.trajectory.reward  # verl compares the last ones of a group, and gives the advantage to all
         return outputs if self._several else outputs[0]
 
 
@@ -138,8 +140,6 @@ def _outputs(rollout: FinishedRollout, steps: Mapping[str, int]) -> list[AgentLo
             own = {"tokencache": {**labels, "dropped": rollout.dropped}, "reward_extra_info": rollout.trajectory.reward_components}
             images = _images(sequences[labels["id"]], rollout.media)
             outputs.append(AgentLoopOutput(**{**row, **images, "extra_fields": {**steps, **row["extra_fields"], **own}}))
-    if len(outputs) > 1 and rollout.trajectory.reward is not None:
-        outputs[-1].reward_score = rollout.trajectory.reward  # verl gives the score of the last one to all
     return outputs
 
 

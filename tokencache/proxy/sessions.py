@@ -221,21 +221,25 @@ class SessionFinder:
             in_body: the session that its body names (`SessionSources.in_body`).
 
         Raises:
-            HarnessError: the name is invalid (400), or the registered key is unknown or missing (401).
+            HarnessError: the name is invalid, or two keys decide (400), or the registered key is unknown or missing (401).
             StoreError: the store does not answer, and the registered key was not used here in the last hour.
         """
         harness = named.harness
         in_query, path = _key_of_query(named.rest) if "?" in named.rest else ("", named.rest)
-        key = _key(headers, in_query)
+        key, another = _key(headers, in_query)
         if key.startswith(REGISTERED_KEY):
+            _refuse_two(another)
             found = await self._binding(hash_key(key))
             if found is None:
                 raise HarnessError("unknown API key", status=HTTPStatus.UNAUTHORIZED, kind="authentication_error")
             return Origin(found.session, path, True, harness or headers.get(HARNESS_HEADER, ""), found.settings)
-        in_key = key[len(SESSION_KEY) :] if key.startswith(SESSION_KEY) else None
-        session = named.session if named.session is not None else headers.get(self._header, in_key)
         if self._registered_only:
             raise HarnessError("this server accepts registered API keys only", status=HTTPStatus.UNAUTHORIZED, kind="authentication_error")
+        in_key = key[len(SESSION_KEY) :] if key.startswith(SESSION_KEY) else None
+        session = named.session if named.session is not None else headers.get(self._header)
+        if session is None and in_key is not None:
+            _refuse_two(another)
+            session = in_key
         if session is None:
             session = self.sources.in_headers(headers) or in_body
         if session is None:
@@ -319,11 +323,20 @@ def _key_of_query(path: str) -> tuple[str, str]:
     return key, f"{route}?{rest}" if rest else route
 
 
-def _key(headers: Mapping[str, str], in_query: str) -> str:
-    """Return the request's key that is one of the proxy's, preferably a registered one; `""` if there is none."""
-    keys = [*keys_in(headers), in_query]
+def _key(headers: Mapping[str, str], in_query: str) -> tuple[str, str]:
+    """Return the request's key that is one of the proxy's, preferably a registered one, and another one of its kind; `""` for none."""
+    keys, found = [*keys_in(headers), in_query], ""
     for prefix in (REGISTERED_KEY, SESSION_KEY):
         for key in keys:
-            if key.startswith(prefix):
-                return key
-    return ""
+            if key.startswith(prefix) and key != found:
+                if found:
+                    return found, key
+                found = key
+        if found:
+            break
+    return found, ""
+
+
+def _refuse_two(another: str) -> None:
+    if another:
+        raise HarnessError("two different keys name a session, such as in x-api-key and Authorization: send only one", param="session")

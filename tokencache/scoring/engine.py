@@ -17,7 +17,7 @@ import msgspec
 
 from tokencache.net import is_base_url
 from tokencache.scoring.request import Scores, ScoringError, read_scores, refusal_words, scoring_request
-from tokencache.session_url import direct, printable_url
+from tokencache.session_url import is_local, printable_url
 
 _TIMEOUT = 600.0
 
@@ -70,7 +70,7 @@ class ScoringEngine:
         if not is_base_url(base):
             raise EngineLostError(f"{self.url!r} is not the base URL of an engine, such as http://10.0.0.7:8000")
         headers = {b"Authorization": f"Bearer {key.strip()}".encode()} if key else {}
-        self._http = httpx2.AsyncClient(base_url=base, timeout=_TIMEOUT, headers=headers, mounts=direct(base))
+        self._http = httpx2.AsyncClient(base_url=base, timeout=_TIMEOUT, headers=headers, trust_env=not is_local(base))
         self._at_once = tokens_at_once
         self._room = tokens_at_once
         self._freed = asyncio.Condition()

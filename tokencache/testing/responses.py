@@ -86,6 +86,8 @@ async def refuse(request: web.Request, handler: Callable[[web.Request], Awaitabl
         return json_response(refusal.body(), status=refusal.status, headers=refusal.headers)
     except web.HTTPException as error:
         return json_response({"detail": error.reason}, status=error.status)
+    except ConnectionError:  # the client has left, as at Ctrl-C in the demo
+        return web.Response()
 
 
 async def empty_response(_: web.Request) -> web.Response:
