@@ -1,6 +1,7 @@
 """The states of a call: the tables of its parties, and deferred cancellation."""
 
 import asyncio
+import contextlib
 import itertools
 
 import pytest
@@ -73,7 +74,7 @@ def test_a_client_may_leave_in_every_state():
 
 
 def test_a_call_is_written_at_most_once_and_can_always_be_written():
-    """Any mistake can still be recorded: `CallAttempt.__aexit__` relies on it."""
+    """Any mistake can still be recorded: `CallAttempt.fail` relies on it."""
     can_be_written = {state for state, events in RECORD.items() if RecordEvent.STORE in events}
     assert can_be_written == {RecordState.OPEN}
     assert RecordState.OPEN not in reached_from(RECORD, RECORD[RecordState.OPEN][RecordEvent.STORE])
@@ -155,12 +156,22 @@ def a_call(store):
     return CallAttempt(CallRequest("s", chat, response, b"", b""), services, Budget(), may_resample=False)
 
 
+@contextlib.asynccontextmanager
+async def failing(call):
+    """Ends the call if what is within raises."""
+    try:
+        yield
+    except BaseException as why:
+        await call.fail(why)
+        raise
+
+
 async def test_a_write_is_finished_before_the_call_is_cancelled():
     store = Store()
     call, after = a_call(store), []
 
     async def serve():
-        async with call:
+        async with failing(call):
             await call.open("never")
             after.append("opened")
 
@@ -181,7 +192,7 @@ async def test_a_cancelled_end_is_written_and_then_the_task_ends():
     call, after = a_call(store), []
 
     async def serve():
-        async with call:
+        async with failing(call):
             await call.open("never")
             store.answers.clear()
             store.asked = ending
@@ -206,7 +217,7 @@ async def test_outside_of_a_write_the_task_is_cancelled_at_once():
     call, opened = a_call(store), asyncio.Event()
 
     async def serve():
-        async with call:
+        async with failing(call):
             await call.open("never")
             opened.set()
             await asyncio.Event().wait()
@@ -226,7 +237,7 @@ async def test_a_write_that_fails_raises_its_own_error():
     store.failure = ValueError("no store")
 
     async def serve():
-        async with call:
+        async with failing(call):
             await call.open("never")
 
     task = asyncio.create_task(serve())
@@ -244,7 +255,7 @@ async def test_who_waits_for_a_call_is_woken_by_its_end_and_by_a_failed_end():
         store = Store()
         store.answers.set()
         call = a_call(store)
-        async with call:
+        async with failing(call):
             await call.open("never")
             waiting = asyncio.create_task(call.until_ended())
             await asyncio.sleep(0)
@@ -272,7 +283,7 @@ async def test_an_illegal_transition_closes_the_call_with_an_incident():
     call = a_call(store)
 
     async def serve():
-        async with call:
+        async with failing(call):
             await call.open("never")
             call.shown.advance(ShownEvent.FINISH)
 

@@ -96,9 +96,10 @@ class Answer:
         content: the body, as it arrives.
         url: the server's base URL.
         connection: the connection; `None` when the answer has ended.
+        protocol: that of the connection.
     """
 
-    __slots__ = ("_body", "_connections", "_protocol", "connection", "content", "content_type", "headers", "reason", "status", "url")
+    __slots__ = ("_body", "_connections", "connection", "content", "content_type", "headers", "protocol", "reason", "status", "url")
 
     def __init__(
         self,
@@ -113,14 +114,9 @@ class Answer:
         self.status, self.reason, self.headers = message.code, message.reason, message.headers
         self.content_type = self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         self.connection: Connection | None = protocol.connection
-        self._protocol, self._connections = protocol, connections
+        self.protocol, self._connections = protocol, connections
         self._body = b""
-        content.on_eof(self._end)
-
-    def _end(self) -> None:
-        if self.connection is not None:
-            self.connection = None
-            self._connections.take_back(self, self._protocol)
+        content.on_eof(partial(connections.take_back, self))
 
     async def read(self, take: Callable[[int], object] | None = None, *, most: float = math.inf) -> bytes:
         """Read the body to its end; the second time, return it again. If that fails, the answer is closed.
@@ -157,8 +153,8 @@ class Answer:
     def close(self) -> None:
         """Close the connection, unless the answer has ended."""
         if self.connection is not None:
-            self._protocol.force_close()
-            self._end()
+            self.protocol.force_close()
+            self._connections.take_back(self)
             self.content.set_exception(aiohttp.ClientConnectionError("the answer was closed"))
 
 
@@ -259,8 +255,11 @@ class Connections:
         protocol.connection = connection
         return protocol
 
-    def take_back(self, answer: Answer, protocol: _Protocol) -> None:
-        """Keep the connection of an answer that has ended, if it can be used again."""
+    def take_back(self, answer: Answer) -> None:
+        """Take the connection of an answer that has ended, once, and keep it if it can be used again."""
+        if answer.connection is None:
+            return
+        answer.connection, protocol = None, answer.protocol
         self.answering.discard(answer)
         often_closed = answer.status == _TOO_MANY_REQUESTS or answer.status >= _SERVER_ERROR
         if often_closed or protocol.should_close or (protocol.upload is not None and not protocol.upload.done()):

@@ -14,7 +14,7 @@ import errno
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from http import HTTPStatus
 from itertools import islice
 from types import MappingProxyType
@@ -181,7 +181,7 @@ class Upstream:
         """
         method, data = ("GET", None) if body is None else ("POST", body if isinstance(body, bytes) else msgspec.json.encode(body))
         typed = None if body is None else {**(headers or {}), "Content-Type": "application/json"}
-        pauses = islice(delays(FIRST_DELAY, LONGEST_DELAY, factor=5.0), repeats)
+        pauses: Iterator[float] | None = None
         while True:
             try:
                 answer = await self.send(method, path, headers=typed, body=data, counted=False)
@@ -192,6 +192,7 @@ class Upstream:
                 failure.__cause__ = why
             except EngineError as why:
                 failure = why
+            pauses = pauses or islice(delays(FIRST_DELAY, LONGEST_DELAY, factor=5.0), repeats)
             pause = next(pauses, None)
             if pause is None or not failure.reached:
                 raise failure

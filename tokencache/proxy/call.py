@@ -18,8 +18,7 @@ import re
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from operator import attrgetter
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
@@ -33,7 +32,7 @@ from tokencache.core.turn import Turn, TurnMark
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.figures import judge_reply
 from tokencache.engine.reply import Reply
-from tokencache.errors import EngineError, HarnessError
+from tokencache.errors import EngineError, HarnessError, TokencacheError
 from tokencache.proxy.call_states import (
     RECORD,
     REQUEST,
@@ -104,9 +103,9 @@ class Opening(msgspec.Struct, frozen=True):
 
 
 class CallAttempt:
-    """One attempt at a model call. It is a context manager that ends the call in the store exactly once, whatever happens.
+    """One attempt at a model call, which ends in the store exactly once, whatever happens.
 
-    Within the context, call `open`, and then `run` or `close` unless there is a duplicate.
+    Call `open`, and then `run` or `close` unless there is a duplicate. If any of them raises, call `fail`.
 
     Attributes:
         id: 16 hexadecimal digits; also in the turns and in the engine's request.
@@ -136,16 +135,14 @@ class CallAttempt:
         if self._ended is not None:
             self._ended.set()
 
-    async def __aenter__(self) -> Self:
-        """Do nothing: `open` opens the call."""
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, why: BaseException | None, trace: TracebackType | None) -> None:
-        """End the call in the store, unless it has ended.
+    async def fail(self, why: BaseException) -> None:
+        """End the call after an exception: in the store, unless it has ended there or was never opened.
 
         Raises:
             StoreError: the store failed and the policy is strict.
         """
+        if self.record.state is RecordState.UNOPENED and isinstance(why, TokencacheError):
+            self.report(why.kind, status=why.status)
         if self.record.state is not RecordState.OPEN:
             return
         match why:

@@ -6,6 +6,7 @@ the first one, so nothing was sampled.
 """
 
 import logging
+from collections.abc import Awaitable
 from http import HTTPStatus
 
 import msgspec
@@ -76,7 +77,7 @@ class EngineSender(msgspec.Struct, eq=False):
             names = self.images.of_call(chat, engine.url, salt)
         return Target(engine, path, headers, known.max_model_len, known.image_support, names, generates=known.generates)
 
-    async def post(self, planned: PlannedCall, exact: ExactPrompt | None, chat: ChatCall) -> Answer:
+    def post(self, planned: PlannedCall, exact: ExactPrompt | None, chat: ChatCall) -> Awaitable[Answer]:
         """Post a request with an exact prompt; with `None` the engine renders. After a failure the engine is probed again.
 
         Args:
@@ -89,18 +90,12 @@ class EngineSender(msgspec.Struct, eq=False):
         """
         self.proven = False
         target = self.target(planned)
-        try:
-            if target.names:
-                return await self._post_images(planned, exact, chat, target)
-            name = self._name(planned, exact, chat)
-            if name is None:
-                return await self._write_and_post(planned, exact, chat, target)
-            return await self._post_named(planned, exact, chat, target, name)
-        except OutOfFilesError:
-            raise
-        except EngineError as why:
-            planned.engine.forget(str(why))
-            raise
+        if target.names:
+            return self._post_images(planned, exact, chat, target)
+        name = self._name(planned, exact, chat)
+        if name is None:
+            return self._write_and_post(planned, exact, chat, target)
+        return self._post_named(planned, exact, chat, target, name)
 
     def _name(self, planned: PlannedCall, exact: ExactPrompt | None, chat: ChatCall) -> PromptName | None:
         """Name the prompt, if the engine accepts that.
@@ -184,32 +179,39 @@ class EngineSender(msgspec.Struct, eq=False):
         return answer
 
     async def _write_and_post(self, planned: PlannedCall, exact: ExactPrompt | None, chat: ChatCall, target: Target) -> Answer:
-        salt, driver, rank = planned.weights.salt, planned.engine.driver, planned.rank
-        if self.exchange.body:
-            request = driver.text_request(self.exchange.path, salt.written_in(self.exchange.body))
-        else:
-            chat = msgspec.structs.replace(chat, fields=salt.written(chat.fields)) if salt.text else chat
-            if self.experts:
-                chat = request_experts(chat, planned.plan.basis.routed if exact is not None and driver.skips_experts else 0)
-            request = await driver.request(chat, exact, target)
-        self.request = msgspec.structs.replace(request, body=b"")  # a long stream must not keep it
-        self.streams = bool(self.exchange.body) or (driver.streams and self.request.parse is None)
-        self._posts += 1
-        headers = with_request_id(self.exchange.headers, self.call.id, self._posts)
-        self.posted = headers[REQUEST_ID]
-        if driver.names_sessions:
-            driver.name_session(headers, self.call.session)
-        engine = planned.engine
-        if rank is None or RANK_HEADER in headers:  # a rank that the client names stays, as in a direct call
-            return await engine.upstream.send("POST", request.path, headers=headers, body=request.body)
-        headers[RANK_HEADER] = str(rank)
-        answer = await engine.upstream.send("POST", request.path, headers=headers, body=request.body)
-        if answer.status in REFUSED and is_refused_rank(answer.status, await answer.read()):
+        """Write a request and post it. After a failure the engine is probed again."""
+        try:
+            salt, driver, rank = planned.weights.salt, planned.engine.driver, planned.rank
+            if self.exchange.body:
+                request = driver.text_request(self.exchange.path, salt.written_in(self.exchange.body))
+            else:
+                chat = msgspec.structs.replace(chat, fields=salt.written(chat.fields)) if salt.text else chat
+                if self.experts:
+                    chat = request_experts(chat, planned.plan.basis.routed if exact is not None and driver.skips_experts else 0)
+                request = await driver.request(chat, exact, target)
+            self.request = msgspec.structs.replace(request, body=b"")  # a long stream must not keep it
+            self.streams = bool(self.exchange.body) or (driver.streams and self.request.parse is None)
+            self._posts += 1
+            headers = with_request_id(self.exchange.headers, self.call.id, self._posts)
+            self.posted = headers[REQUEST_ID]
+            if driver.names_sessions:
+                driver.name_session(headers, self.call.session)
+            engine = planned.engine
+            if rank is None or RANK_HEADER in headers:  # a rank that the client names stays, as in a direct call
+                return await engine.upstream.send("POST", request.path, headers=headers, body=request.body)
+            headers[RANK_HEADER] = str(rank)
+            answer = await engine.upstream.send("POST", request.path, headers=headers, body=request.body)
+            if answer.status not in REFUSED or not is_refused_rank(answer.status, await answer.read()):
+                return answer
             answer.close()
             engine.lost_rank(rank)
             del headers[RANK_HEADER]
-            answer = await engine.upstream.send("POST", request.path, headers=headers, body=request.body)
-        return answer
+            return await engine.upstream.send("POST", request.path, headers=headers, body=request.body)
+        except OutOfFilesError:
+            raise
+        except EngineError as why:
+            planned.engine.forget(str(why))
+            raise
 
 
 def with_request_id(headers: CIMultiDict[str], call: str, post: int = 1) -> CIMultiDict[str]:

@@ -145,10 +145,11 @@ class Planner:
         if call.media and (why_not := media_reason(call, model)):
             return Plan(match="plain", reason=why_not)
         context = PlanningContext(self._store, self._prefixes, session, call, call.conversation, model)
-        planning = _Planning(context, ReturnedIds(call) if call.echoes or call.required_prefix else None)
+        returned = ReturnedIds(call) if call.echoes or call.required_prefix else None
+        planning = _Planning(context, returned)
         known = _looked_up(keys, hits)
         found = match(call.conversation, {}, call.leniency) if first else await planning.match(known)
-        if found.kind == "root" or (found.kind == "plain" and planning.last_returned < 0):
+        if found.kind == "root" or (found.kind == "plain" and (returned is None or returned.last < 0)):
             return Plan(match=found.kind, reason=Reason.CONTINUE_FINAL_MESSAGE if call.continues else found.reason)
         blocked = await context.blocked()
         if blocked:
@@ -157,7 +158,8 @@ class Planner:
             if call.continues:
                 plan = await planning.continue_reply(found)
             else:
-                plan = await planning.from_client_ids(found) or await planning.splice(found, known)
+                own = await planning.from_client_ids(found, returned) if returned is not None else None
+                plan = own or await planning.splice(found, known)
         except (TailRefusedError, RenderError) as why:
             if (temporary := passing_cause(why)) is not None:
                 raise temporary from why
@@ -171,11 +173,6 @@ class _Planning(msgspec.Struct, frozen=True):
 
     _context: PlanningContext
     _returned: ReturnedIds | None
-
-    @property
-    def last_returned(self) -> int:
-        """The place of the last echo with token ids; -1 if there is none."""
-        return self._returned.last if self._returned is not None else -1
 
     # match
 
@@ -231,7 +228,7 @@ class _Planning(msgspec.Struct, frozen=True):
 
     # ids that the client sent back
 
-    async def from_client_ids(self, found: Match) -> Plan | None:
+    async def from_client_ids(self, found: Match, returned: ReturnedIds) -> Plan | None:
         """Begin the prompt with the ids that the client sent back, if they are not recorded here; `None` to use the record.
 
         Raises:
@@ -239,10 +236,10 @@ class _Planning(msgspec.Struct, frozen=True):
             RenderError: the engine cannot answer now.
         """
         context = self._context
-        if self._returned is None or context.follows_template or context.call.media or await self._recorded(found, self._returned):
+        if context.follows_template or context.call.media or await self._recorded(found, returned):
             return None
         try:
-            proven = await prove(context.session, context.call, self._returned, context.model)
+            proven = await prove(context.session, context.call, returned, context.model)
         except (TailRefusedError, RenderError) as why:
             if passing_cause(why) is not None:
                 raise

@@ -27,7 +27,7 @@ from tokencache.core.reasons import Reason
 from tokencache.core.turn import Prefix, ReplyPiece, Tokens, Turn, TurnMark, hash_ids, hash_logprobs
 from tokencache.core.verdict import CUT_OFF, Cut, pack_cuts
 from tokencache.dialects.chat.request import ChatCall
-from tokencache.dialects.chat.sampling import bending
+from tokencache.dialects.chat.sampling import bending, recorded
 from tokencache.dialects.chat.vocabulary import with_references
 from tokencache.dialects.json_io import value_of
 from tokencache.dialects.members import LIMITS
@@ -423,7 +423,7 @@ def _marks(facts: CallFacts, prompt: UsedPrompt, choice: Choice, sampled: _Sampl
 async def _entry(facts: CallFacts, prompt: UsedPrompt, index: int, choice: Choice, prefixes: PrefixCache) -> tuple[Entry, CachedPrefix]:
     """Make the turn of one choice, with its prefix."""
     call, chat, plan, model = facts.call, facts.call.chat, prompt.plan, facts.planned.model
-    answered, answered_messages, sampling = chat.answers, chat.answered_messages, chat.sampling
+    answered, answered_messages, sampling = chat.answers, chat.answered_messages, recorded(chat.fields)
     sampled, prompt_tokens = _sampled(facts, prompt, index, choice), prompt.tokens
     base, shared = _base(facts, prompt, prefixes)
     chain = answered.chain if answered is not None else ()

@@ -37,7 +37,7 @@ from tokencache.core import ids, strict_json
 from tokencache.dialects import text_completions
 from tokencache.dialects.base import DialectRequest, ModelCall, ServedModel
 from tokencache.dialects.chat.incremental import IncrementalParser
-from tokencache.dialects.chat.sampling import BUDGET
+from tokencache.dialects.chat.sampling import BUDGET, recorded
 from tokencache.dialects.chat.vocabulary import read_message
 from tokencache.dialects.registry import dialect_of
 from tokencache.dialects.stream_usage import HiddenUsage
@@ -239,7 +239,7 @@ def chat_facts(call, held):
         facts["plain"] = (bool(call.plain), True)
     if held["echo"] or held["truncate_prompt_tokens"] is not None or not held["add_generation_prompt"]:
         facts["named"] = (can_be_named(call), False)
-    return facts | sampled_facts(fields, call.sampling, held)
+    return facts | sampled_facts(fields, recorded(call.fields), held)
 
 
 def shown_text(message):
@@ -310,7 +310,7 @@ def translated_facts(call, held, path):
         "n": (call.n, 1),
         "beam search": ("use_beam_search" in call.fields, False),
         "limit": (next(iter(limits_of(call.fields).values()), None), held[limit]),
-        **{name: (call.sampling.get(name), held[name]) for name in ("temperature", "top_p", "top_k")},
+        **{name: (recorded(call.fields).get(name), held[name]) for name in ("temperature", "top_p", "top_k")},
     }
 
 

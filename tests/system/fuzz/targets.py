@@ -16,6 +16,7 @@ from tokencache.core.messages import canonical_arguments, digest
 from tokencache.dialects import gym, json_io, text_completions
 from tokencache.dialects.base import DialectRequest, DirectReply, ModelCall, ServedModel, TokenCount
 from tokencache.dialects.chat.incremental import IncrementalParser
+from tokencache.dialects.chat.sampling import recorded
 from tokencache.dialects.chat.vocabulary import read_message
 from tokencache.dialects.completion_reader import read_completion
 from tokencache.dialects.registry import dialect_of
@@ -87,7 +88,7 @@ def chat(data: bytes) -> None:
     assert (again.chain, again.plain, list(again.raw_messages)) == (call.chain, call.plain, list(call.raw_messages))
     try:
         call.safe_messages()
-        assert isinstance(call.sampling, dict)
+        assert isinstance(recorded(call.fields), dict)
     except (HarnessError, ValueError):
         assert call.plain
 

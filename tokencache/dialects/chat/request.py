@@ -20,7 +20,6 @@ from tokencache.core.session import History
 from tokencache.dialects import gym, gym_request
 from tokencache.dialects.chat.incremental import IncrementalParser, ParsedHistory, SplitBody, split_whole
 from tokencache.dialects.chat.rendering import NOTHING, RenderArgs, render_args, scope_of
-from tokencache.dialects.chat.sampling import recorded
 from tokencache.dialects.chat.scalars import normalize
 from tokencache.dialects.chat.vocabulary import ReadMessage, resolve_model, with_stand_ins
 from tokencache.dialects.json_io import entries_of, fields_of, member, read_members, refuse_repeated, value_of
@@ -134,11 +133,6 @@ class ChatCall(msgspec.Struct):
         self.raw_messages, self.released = LastMessages(until, kept), until
         self.fields = {name: value.copy() for name, value in self.fields.items() if name != "messages"}  # otherwise each may keep the body
         return sum(map(len, kept)) + sum(map(len, self.fields.values()))
-
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """The members of the request that bend or replace the policy's choice (`chat.sampling`)."""
-        return recorded(self.fields)
 
     @property
     def has_stop_strings(self) -> bool:

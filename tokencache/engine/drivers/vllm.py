@@ -61,7 +61,9 @@ class Vllm(Driver):
 
     async def request(self, call: ChatCall, prompt: ExactPrompt | None, target: Target) -> EngineRequest:
         """See `Driver.request`."""
-        if target.generates and not (call.media or call.shows_reasoning) and may_be_bound(call.fields):
+        if call.shows_reasoning:  # then a grammar binds the reply as it would a direct call's
+            return await self._chat_request(call, prompt, target)
+        if target.generates and not call.media and may_be_bound(call.fields):
             try:
                 bound = await self._bound_replies.request(call, whole_members(members_with_ids(call)), prompt, target)
             except EngineError as why:

@@ -34,7 +34,6 @@ from tokencache.core.turn import Turn
 from tokencache.dialects.members import UNRECORDED
 from tokencache.errors import TokencacheError
 from tokencache.proxy.call import CallAttempt, CallRequest, Opening, undelivered
-from tokencache.proxy.call_states import RecordState
 from tokencache.proxy.dedup.fingerprint import Fingerprint, Policy
 from tokencache.proxy.dedup.lost_calls import HEARTBEAT_SECONDS, LIVE_SECONDS, lost
 from tokencache.proxy.dedup.replay import Claim, claim, claim_due, refused_second_sample, send_again, was_received, whole_reply_of
@@ -130,20 +129,18 @@ class CallsInFlight:
         if fingerprint.digest:
             self._calls[call.id] = call
         try:
-            async with call:
-                opening = await call.open(join)
-                if opening.duplicate is not None:
-                    return opening
-                turns = whole_reply_of(opening.earlier, asked.chat.n) if opening.earlier else ()
-                if turns:
-                    return await self._repeat(call, asked, fingerprint, opening, turns, replayable=replayable)
-                if opening.left:
-                    raise asyncio.CancelledError
-                del opening  # what this frame names, it keeps for as long as a stream
-                return await call.run()
-        except TokencacheError as why:
-            if call.record.state is RecordState.UNOPENED:  # otherwise the call itself reports it
-                call.report(why.kind, status=why.status)
+            opening = await call.open(join)
+            if opening.duplicate is not None:
+                return opening
+            turns = whole_reply_of(opening.earlier, asked.chat.n) if opening.earlier else ()
+            if turns:
+                return await self._repeat(call, asked, fingerprint, opening, turns, replayable=replayable)
+            if opening.left:
+                raise asyncio.CancelledError  # noqa: TRY301 - the call ends as if it had been raised meanwhile
+            del opening  # what this frame names, it keeps for as long as a stream
+            return await call.run()
+        except BaseException as why:
+            await call.fail(why)
             raise
         finally:
             self._calls.pop(call.id, None)
