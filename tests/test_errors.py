@@ -14,6 +14,7 @@ from tokencache.errors import (
 )
 from tokencache.store.base import (
     CursorError,
+    DamagedError,
     OutcomeConflictError,
     SessionDeletedError,
     SessionExistsError,
@@ -40,6 +41,7 @@ ANSWERS = [
     (WeightsUpdatingError("http://e:1", "t"), 503, "upstream_error", "the weights of the engine are being updated by 't'"),
     (MemoryFullError("too much"), 503, "overloaded_error", "too much"),
     (StoreError("redis: slow"), 503, "store_error", "the store failed: redis: slow"),
+    (DamagedError("session r1: bad"), 503, "store_error", "the store failed: session r1: bad"),
     (SessionSealedError("r1"), 409, "session_sealed", "session r1 is sealed"),
     (SessionFinishedError("r1"), 409, "session_finished", "session r1 is finished"),
     (OutcomeConflictError("r1", "engine", "sandbox"), 409, "outcome_conflict", "session r1 has the outcome 'sandbox', which cannot become"),

@@ -18,7 +18,8 @@ def test_a_url_that_the_client_writes_is_read_by_the_proxy(name, harness):
 
 
 def test_slashes_before_the_session_are_ignored():
-    assert NamedPath.read("//s/r1/v1/models") == ("//s/r1/v1/models", "r1", None, "/v1/models")
+    named = NamedPath.read("//s/r1/v1/models")
+    assert (named.session, named.harness, named.rest) == ("r1", None, "/v1/models")
 
 
 def test_nemo_gyms_paths_name_the_session_too():

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tokencache.core import ids
 from tokencache.dialects import text_completions
+from tokencache.dialects.chat.sampling import recorded
 from tokencache.dialects.sse import DONE, EventSplitter, data_of, event_of
 from tokencache.dialects.text_completions import TextReplyEncoder, for_engine
 from tokencache.engine.prompt_echo import read_ids
@@ -62,7 +63,7 @@ def test_the_request_asks_for_ids_and_log_probabilities():
     asked = json.loads(for_engine(call(prompt="a", top_p=0.5, extra={"x": 1})))
     assert asked == {"model": "m", "prompt": "a", "top_p": 0.5, "extra": {"x": 1}, **ASKED, "logprobs": 0}
     assert json.loads(for_engine(call(prompt="a", logprobs=3)))["logprobs"] == 3
-    assert call(prompt="a", temperature=0, stop=["x"]).sampling == {"temperature": 0, "stop": ["x"]}
+    assert recorded(call(prompt="a", temperature=0, stop=["x"]).fields) == {"temperature": 0, "stop": ["x"]}
 
 
 @pytest.mark.parametrize(

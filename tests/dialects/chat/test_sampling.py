@@ -7,6 +7,7 @@ import pytest
 from tests.proxy.kit import CHAT, HEADER, TOOLS, proxied, user
 from tests.support.reading import read_chat
 from tokencache.dialects.chat.incremental import IncrementalParser
+from tokencache.dialects.chat.sampling import recorded
 
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "object"}}}
 BENDS = {
@@ -17,7 +18,8 @@ BENDS = {
 
 
 def sampling_of(**more):
-    return read_chat(json.dumps({"model": "m", "messages": [user("hi")], **more}).encode(), IncrementalParser()).sampling
+    call = read_chat(json.dumps({"model": "m", "messages": [user("hi")], **more}).encode(), IncrementalParser())
+    return recorded(call.fields)
 
 
 @pytest.mark.parametrize("name", BENDS)

@@ -288,7 +288,7 @@ def text_facts(text, held):
     }
     if held["prompt_embeds"] == []:  # vLLM ignores it; the proxy does not record it
         del facts["unrecorded"]
-    return facts | sampled_facts(text.fields, text.sampling, held)
+    return facts | sampled_facts(text.fields, recorded(text.fields), held)
 
 
 def tokenize_facts(call, held):
