@@ -6,13 +6,10 @@ import msgspec
 import pytest
 import tinker as sdk
 
-from tests.core.forest import line
 from tests.trajectories.rollouts import ROLLOUTS, rewarded
 from tokencache.core.outcome import Outcome
-from tokencache.store.base import SessionInfo
 from tokencache.trajectories.formats.registry import FORMATS, write
 from tokencache.trajectories.formats.tinker import tinker
-from tokencache.trajectories.rollout import Records, rollout
 
 
 def datum(row, **more):
@@ -36,16 +33,6 @@ def test_every_row_is_a_datum(shape):
             "logprobs": "float32",
             "mask": "float32",
         }
-
-
-def test_a_sequence_of_one_token_has_no_row():
-    forest = line(1)
-    forest.add([7], [])
-    info = SessionInfo("s", 1.0, 2.0, True, len(forest.turns), (), ())
-    one_token = rollout(Records(info, forest.turns, forest.tokens, {}))
-    assert [len(sequence.token_ids) for sequence in one_token.sequences][1:] == [1]
-    (row,) = tinker(one_token)["data"]
-    assert row["tokencache"]["id"] == one_token.sequences[0].id
 
 
 def test_position_i_predicts_target_i():

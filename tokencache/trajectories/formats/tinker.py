@@ -5,8 +5,7 @@ tinker-cookbook 0.6.1 (github.com/thinking-machines-lab/tinker-cookbook), `tinke
 
 Tinker expects next-token prediction: the input is all tokens but the last, the targets are all tokens but the first, so that position `i`
 predicts target `i`. Everything in `loss_fn_inputs` is aligned with the targets. So the first token of a sequence is never a target. It is
-never a sampled token either, because engines do not answer an empty prompt. A sequence of one token, without a reply, has no target and no
-row.
+never a sampled token either, because engines do not answer an empty prompt.
 
 ============================  ==========  ==================================================================================
 `model_input.chunks`          chunks      `{"type": "encoded_text", "tokens": [...]}`, and an image in the place of its tokens:
@@ -41,10 +40,9 @@ _FORMATS = {"image/png": "png", "image/jpeg": "jpeg"}
 
 def tinker(rollout: Rollout) -> dict[str, Any]:
     """Write each sequence of a rollout as a `Datum`, without the advantages."""
-    rows = (row for row in rows_of(rollout) if len(row.sequence.token_ids) > 1)
     return {
         **session_object(rollout),
-        "data": [{**_datum(row.sequence), "tokencache": row.labels} for row in rows],
+        "data": [{**_datum(row.sequence), "tokencache": row.labels} for row in rows_of(rollout)],
     }
 
 
@@ -88,7 +86,7 @@ def _chunks(sequence: TokenSequence) -> list[dict[str, Any]]:
         location, at = file_name(medium.sha256, medium.media_type), medium.end
         image = {"type": "image_asset_pointer", "format": _FORMATS[medium.media_type], "location": location}
         chunks.append({**image, "expected_tokens": medium.length})
-    return [*chunks, _text(sequence.token_ids[at:-1])] if at < end else chunks
+    return [*chunks, _text(sequence.token_ids[at:-1])] if at < end or not chunks else chunks
 
 
 def _text(tokens: list[int]) -> dict[str, Any]:
