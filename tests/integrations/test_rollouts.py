@@ -88,7 +88,8 @@ async def test_what_a_harness_says_of_its_failure_may_have_bytes_that_are_no_tex
 
     failed = await rollouts(breaking).one(rig.client, SAMPLE, sampling={}, group="g")
     state = await rig.client.session(failed.session).state()
-    assert (state.state, state.outcome, state.outcome_detail) == ("finished", "harness", "RuntimeError: no file \ufffd.txt")
+    assert (state.state, state.outcome, state.outcome_detail) == ("finished", "harness", failed.detail)
+    assert failed.detail == "RuntimeError: no file \ufffd.txt"
 
 
 async def test_a_rollout_whose_policy_version_is_too_old_is_not_called_too_long(rig):

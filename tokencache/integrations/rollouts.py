@@ -45,6 +45,7 @@ from tokencache.client.protocol import Steps
 from tokencache.client.session_operations import finish, listed
 from tokencache.client.transport import awaited, blocking
 from tokencache.core.outcome import OutcomeKind
+from tokencache.core.strict_json import replace_surrogates
 from tokencache.integrations.rows import NothingToTrainError
 from tokencache.trajectories.reports import GROUP_SIZE, RETRY_OF, tag_of
 from tokencache.trajectories.values import SessionState
@@ -297,4 +298,4 @@ async def _failed(session: AsyncSession, kind: OutcomeKind, detail: str) -> Fail
         return FailedRollout(session.id, state.outcome, state.outcome_detail)
     except ClientError as error:
         log.warning("session %r: its outcome is not stored: %s", session.id, error)
-    return FailedRollout(session.id, kind.value, detail)
+    return FailedRollout(session.id, kind.value, replace_surrogates(detail))
