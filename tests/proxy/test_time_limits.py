@@ -12,7 +12,7 @@ from tokencache.core.session import Labels, SessionSettings
 from tokencache.proxy.finishing import TimeLimits
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.prefix_cache import PrefixCache
-from tokencache.store.base import StoreError
+from tokencache.store.base import DamagedError, StoreError
 from tokencache.store.memory import MemoryStore
 
 PASSED, TO_COME = time.time() - 10, time.time() + 86400
@@ -92,7 +92,7 @@ class Damaged(MemoryStore):
 
     async def session(self, session):
         if session == "damaged":
-            raise StoreError("the record is damaged")
+            raise DamagedError("the record is damaged")
         return await super().session(session)
 
 

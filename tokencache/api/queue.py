@@ -32,7 +32,7 @@ from tokencache.errors import HarnessError
 from tokencache.proxy.dedup.lost_calls import LostCalls
 from tokencache.proxy.ledger import Ledger
 from tokencache.recent import Recent
-from tokencache.store.base import DamagedError, QueueEntry, RemoveOutcome, SealOutcome, SessionInfo, Store
+from tokencache.store.base import QueueEntry, RemoveOutcome, SealOutcome, SessionInfo, Store, read_states
 from tokencache.trajectories.rollout import worth_object
 from tokencache.trajectories.versions import LagLimit, VersionCounts, count_versions
 from tokencache.wakeup import wait_for
@@ -382,16 +382,10 @@ class SessionQueue:
 
 async def _states(store: Store, names: Sequence[str]) -> dict[str, SessionInfo | None]:
     """Read the states of sessions, without those whose data is damaged: they must not keep consumers from the others."""
-    try:
-        return dict(zip(names, await store.states(names), strict=True))
-    except DamagedError:
-        found: dict[str, SessionInfo | None] = {}
-        for name in names:
-            try:
-                found[name] = await store.session(name)
-            except DamagedError as why:
-                log.error("session %s stays in the queue: %s; delete it", name, why)  # noqa: TRY400 - the message says it all
-        return found
+    states, damaged = await read_states(store, names)
+    for name, why in damaged.items():
+        log.error("session %s stays in the queue: %s; delete it", name, why)
+    return states
 
 
 def _sampled_by_model(turns: Sequence[Turn]) -> dict[str, _Sampled]:

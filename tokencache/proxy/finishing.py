@@ -17,7 +17,7 @@ from tokencache.core.outcome import Outcome, OutcomeKind, outcome_of
 from tokencache.core.session import SessionStage
 from tokencache.proxy.dedup.lost_calls import HEARTBEAT_SECONDS, LostCalls
 from tokencache.proxy.ledger import Ledger
-from tokencache.store.base import OutcomeConflictError, SessionInfo, Store, StoreError
+from tokencache.store.base import OutcomeConflictError, SessionInfo, Store, StoreError, read_states
 from tokencache.trajectories.rollout import incidents_of
 from tokencache.wakeup import end
 
@@ -71,15 +71,11 @@ class TimeLimits:
         """Finish all sessions whose time is up.
 
         Raises:
-            StoreError: the store failed.
+            StoreError: the store failed, or the data of a session is damaged; the others were looked at.
         """
         by_store, names = await self._store.overdue()
-        for name in names:
-            try:
-                info = await self._store.session(name)
-            except StoreError:  # its own record may be damaged: the others come first next time
-                await self._store.watch(name, HEARTBEAT_SECONDS)
-                raise
+        states, damaged = await read_states(self._store, names)
+        for name, info in states.items():
             left = None
             if info is not None and info.state is SessionStage.OPEN:
                 left = await self._look_at(info, by_store - info.used)
@@ -90,6 +86,10 @@ class TimeLimits:
                 await self._store.unwatch(name)
             else:
                 await self._store.watch(name, left)
+        for name in damaged:
+            await self._store.watch(name, HEARTBEAT_SECONDS)
+        if damaged:
+            raise next(iter(damaged.values()))
 
     async def _try_to_look(self) -> None:
         with contextlib.suppress(StoreError):  # the sessions are looked at when the store answers again

@@ -799,3 +799,22 @@ class Store(Protocol):
 
     async def demands(self) -> list[bytes]:
         """Read what all consumers asked for, in no particular order. One round trip."""
+
+
+async def read_states(store: Store, sessions: Sequence[str]) -> tuple[dict[str, SessionInfo | None], dict[str, DamagedError]]:
+    """Read the states of sessions by name, and apart from them what is wrong with those whose data is damaged. Usually one round trip.
+
+    Raises:
+        StoreError: the store failed.
+    """
+    try:
+        return dict(zip(sessions, await store.states(sessions), strict=True)), {}
+    except DamagedError:
+        found: dict[str, SessionInfo | None] = {}
+        damaged: dict[str, DamagedError] = {}
+        for name in sessions:
+            try:
+                found[name] = await store.session(name)
+            except DamagedError as why:
+                damaged[name] = why
+        return found, damaged
