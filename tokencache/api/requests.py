@@ -61,7 +61,7 @@ class Finish(msgspec.Struct, frozen=True):
 
     @property
     def outcome(self) -> Outcome | None:
-        """The outcome; `None` if none is given. Raises `ValueError` if the kind is no such word, or there is a detail without one."""
+        """The outcome; `None` if none is given. Raises `ValueError` if the kind is not a valid word, or missing beside a detail."""
         if self.failed is None and self.detail:
             raise ValueError("`detail` says what failed: it needs `failed`")
         return None if self.failed is None else Outcome(self.failed, self.detail)

@@ -27,7 +27,7 @@ from tokencache.commands.rollouts import (
     check_targets,
     read_targets,
 )
-from tokencache.commands.sink import PART, FileError
+from tokencache.commands.sink import FileError, part_of
 from tokencache.scoring.engine import REQUESTS_AT_ONCE, EngineLostError, ScoringEngine
 from tokencache.scoring.journal import ENDING, Journal, JournalError
 from tokencache.scoring.request import default_tokens_at_once
@@ -182,5 +182,5 @@ def _write(to: Path, run: ScoreRun, journal: Journal) -> None:
     except BaseException:
         with suppress(OSError):  # a disk that is full has no room for the end of the file either
             sink.leave()
-        to.with_name(to.name + PART).unlink(missing_ok=True)
+        part_of(to).unlink(missing_ok=True)
         raise

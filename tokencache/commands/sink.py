@@ -50,7 +50,7 @@ class PartFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.part = path.with_name(path.name + PART)
+        self.part = part_of(path)
         self._lock = _locked(self.part)
 
     def publish(self) -> None:
@@ -63,6 +63,11 @@ class PartFile:
         """Leave the file as it is, and return its path."""
         self._lock.close()
         return self.part
+
+
+def part_of(path: Path) -> Path:
+    """Return the name of a file until it is complete."""
+    return path.with_name(path.name + PART)
 
 
 def write_whole(path: Path, content: bytes) -> None:

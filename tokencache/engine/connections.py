@@ -128,7 +128,7 @@ class Answer:
             most: the limit in bytes.
 
         Raises:
-            aiohttp.ClientError: the server broke off what is no error.
+            aiohttp.ClientError: the server broke off an answer that is not an error.
             EngineError: it is longer than `most`.
         """
         parts: list[bytes] = []

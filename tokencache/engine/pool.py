@@ -278,7 +278,7 @@ class Pool:
         is the name of the model that it requests; without one, the first group serves it.
 
         Raises:
-            EngineError: there are no engines, or all of the model's are drained or wait.
+            EngineError: there are no engines, or all engines of the model are drained or waiting.
             HarnessError: no engine serves the model.
         """
         taking = self._taking(model)

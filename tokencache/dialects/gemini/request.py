@@ -54,7 +54,7 @@ _SIGNATURE = "thoughtSignature"
 _MEDIA = ("inlineData", "fileData")
 _IMAGES = "image/"
 _STORED = "https://generativelanguage.googleapis.com/"
-"""Where files are that a client stored with Google: nobody reads them without its key."""
+"""Where Google keeps the files of its clients: nobody can read them without the client's key."""
 _STANDARD_BASE64 = str.maketrans("-_", "+/")
 
 
