@@ -3,9 +3,12 @@
 import asyncio
 import contextlib
 import json
+import socket
+import time
 from urllib.parse import urlsplit
 
 import pytest
+import uvloop
 from aiohttp import web
 
 from tests.proxy.kit import CHAT, EPISODES, HEADER, proxied, user
@@ -77,6 +80,64 @@ async def test_an_idle_connection_is_closed(monkeypatch, used):
             assert "200" in (await client.answer()).line
         assert await client.closed()
         assert client.received == b""
+
+
+def test_a_request_that_arrived_in_time_is_answered_by_a_busy_process(monkeypatch):
+    """A loop that was busy with one socket closed others on their unread requests: uvloop runs the timers that are due before it reads."""
+
+    async def main():
+        async with proxied() as rig, clients(rig) as connect:
+            waiting = [await connect(HEALTH) for _ in range(3)]
+            for client in waiting:
+                await client.answer()
+            with busy_loop(2 * http_guard.IDLE_SECONDS) as begin:
+                begin(lambda: [client.writer.write(HEALTH) for client in waiting])
+                for client in waiting:
+                    assert "200" in (await client.answer()).line
+                    assert await client.closed()
+
+    monkeypatch.setattr(http_guard, "IDLE_SECONDS", 0.2)
+    uvloop.run(main())
+
+
+@pytest.mark.usefixtures("_few_files")
+async def test_a_request_that_is_not_read_yet_is_not_closed_to_make_room():
+    async with proxied() as rig, clients(rig) as connect:
+        waiting = [await connect(HEALTH) for _ in range(CAPACITY - 1)]
+        for client in waiting:
+            await client.answer()
+        parts = urlsplit(rig.url)
+        with socket.socket() as another, busy_loop(2 * http_guard.WAITING_SECONDS) as begin:
+
+            def connect_first():
+                another.connect((parts.hostname, parts.port))
+                for client in waiting[:-1]:
+                    client.writer.write(HEALTH)
+
+            begin(connect_first)
+            for client in waiting[:-1]:
+                assert "200" in (await client.answer()).line
+            assert await waiting[-1].closed()
+
+
+@contextlib.contextmanager
+def busy_loop(seconds):
+    """Give a function that does something, and then blocks the loop while this handles a socket, as a large request does."""
+    loop, (waking, waker) = asyncio.get_running_loop(), socket.socketpair()
+
+    def begin(first):
+        def block():
+            loop.remove_reader(waking)
+            first()
+            until = time.monotonic() + seconds
+            while time.monotonic() < until:
+                pass
+
+        loop.add_reader(waking, block)
+        waker.send(b".")
+
+    with waking, waker:
+        yield begin
 
 
 async def test_a_stream_over_http_1_0_ends_with_its_connection(monkeypatch):

@@ -6,15 +6,18 @@ heads that are too long (`tests/system/fuzz/test_framing.py` checks this). This 
     an incomplete head       the connection is closed after `HEAD_SECONDS`; otherwise a byte a minute would hold a socket forever
     a huge head              the connection is closed after `HEAD_BYTES`: aiohttp limits only its lines and their number
     many heads               incomplete ones are counted (`request_memory`), and the connection is closed if its own does not fit
-    no request               the connection is closed after `IDLE_SECONDS`
+    no request               the connection is closed after `IDLE_SECONDS`, unless one has arrived that a busy process has not read yet
     not HTTP                 the response is a JSON error like every other; it is logged only at debug level
     an ambiguous head        refused: a version other than HTTP/1.0 and 1.1, a transfer coding other than chunked, two keys, two sessions
     a path above the root    refused: `/../x`
 """
 
 import asyncio
+import fcntl
 import logging
 import re
+import sys
+import termios
 from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from typing import Any, cast
@@ -228,6 +231,13 @@ class GuardedConnection(web.RequestHandler):
             return None
         return (kind, since) if now - since >= WAITING_SECONDS else None
 
+    def has_unread(self) -> bool:
+        """Whether bytes have arrived that are not read yet. A busy loop runs its timers first; to close then would lose the request."""
+        if self._wire is None or self._wire.is_closing() or self._paused:  # a client that reads no reply is not waited for
+            return False
+        size = fcntl.ioctl(self._wire.get_extra_info("socket").fileno(), termios.FIONREAD, bytes(4))
+        return int.from_bytes(size, sys.byteorder) > 0
+
     def abort(self) -> None:
         """Close the connection at once, without sending what is left."""
         self.force_close()
@@ -262,8 +272,8 @@ class GuardedConnection(web.RequestHandler):
         return self._waiter is not None and not self._waiter.done()
 
     def _process_keepalive(self) -> None:
-        """See aiohttp's. While a head arrives, its own timeout holds."""
-        if self._head_timer is None:
+        """See aiohttp's. While a head arrives, its own timeout holds, and the end of its request sets the next one."""
+        if self._head_timer is None and not self.has_unread():
             super()._process_keepalive()
         else:
             self._keepalive_handle = None

@@ -19,12 +19,12 @@ for as long as the harness keeps it.
 import asyncio
 import contextlib
 import errno
-import heapq
 import logging
 import resource
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from aiohttp import web
 
@@ -175,8 +175,9 @@ class Listener:
     def _make_room(self) -> float:
         """Close connections that wait for their clients. Returns the seconds until they are closed; 0 if there are none."""
         found = [(how, number, connection) for number, connection in enumerate(self._connections()) if (how := connection.dispensable)]
-        closed = heapq.nsmallest(max(1, self._capacity // CLOSED_PART), found)
-        for _, _, connection in closed:
+        quiet = (connection for _, _, connection in sorted(found) if not connection.has_unread())
+        closed = list(islice(quiet, max(1, self._capacity // CLOSED_PART)))
+        for connection in closed:
             connection.abort()
         if closed and time.monotonic() - self._closing_logged >= REMIND_SECONDS:
             self._closing_logged = time.monotonic()
