@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tokencache.store.redis.timeouts import TICK, LoopTimeouts
+from tokencache.store.redis.timeouts import TICK, Limit, LoopTimeouts
 
 LIMIT = 4 * TICK
 
@@ -18,10 +18,10 @@ async def rounds(n):
 async def test_an_endless_wait_times_out():
     timeouts = LoopTimeouts()
     with pytest.raises(TimeoutError):
-        async with timeouts.limit(LIMIT):
+        async with Limit(timeouts, LIMIT):
             await asyncio.Event().wait()
     with pytest.raises(TimeoutError):  # the timer had stopped with nothing to wait for
-        async with timeouts.limit(LIMIT):
+        async with Limit(timeouts, LIMIT):
             await asyncio.Event().wait()
 
 
@@ -30,7 +30,7 @@ async def test_each_has_its_own_limit():
 
     async def wait(name, seconds):
         with pytest.raises(TimeoutError):
-            async with timeouts.limit(seconds):
+            async with Limit(timeouts, seconds):
                 await asyncio.Event().wait()
         ended.append(name)
 
@@ -49,7 +49,7 @@ async def test_a_late_event_loop_does_not_use_up_the_limit():
 
     others = asyncio.create_task(busy())
     began = time.monotonic()
-    async with timeouts.limit(LIMIT):
+    async with Limit(timeouts, LIMIT):
         await rounds(3)
     over = True
     await others
@@ -58,5 +58,5 @@ async def test_a_late_event_loop_does_not_use_up_the_limit():
 
 async def test_an_error_in_the_context_is_raised_unchanged():
     with pytest.raises(ValueError, match="ours"):
-        async with LoopTimeouts().limit(LIMIT):
+        async with Limit(LoopTimeouts(), LIMIT):
             raise ValueError("ours")

@@ -38,7 +38,9 @@ def _is_count(answer: Any) -> bool:
 
 
 def _are_hits(answer: Any) -> bool:
-    return isinstance(answer, list) and len(answer) % 2 == 0 and all(map(_is_count, answer[::2])) and all(map(_is_string, answer[1::2]))
+    if not isinstance(answer, list) or [*map(type, answer)] != [int, bytes] * (len(answer) // 2):
+        return False
+    return min(answer[::2], default=0) >= 0
 
 
 def _is_begun(answer: Any) -> bool:
@@ -69,8 +71,8 @@ def _number(*allowed: int) -> Form:
 
 
 def _or_number(form: Form, *allowed: int) -> Form:
-    words, is_number = _number(*allowed)
-    return f"{form[0]}, or {words}", lambda answer: is_number(answer) or form[1](answer)
+    words, _ = _number(*allowed)
+    return f"{form[0]}, or {words}", lambda answer: (type(answer) is int and answer in allowed) or form[1](answer)
 
 
 def _of_its_call(form: Form) -> Form:

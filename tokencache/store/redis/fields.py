@@ -4,9 +4,10 @@
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from itertools import chain
 from operator import attrgetter
+from types import TracebackType
 from typing import Any
 from urllib.parse import unquote
 
@@ -24,6 +25,8 @@ from tokencache.store.encoding import pack, pack_tokens, text, unpack, untext
 _GLOB = re.compile(rb"[*?\[\]\\]")
 _CALL_HEAD = 33
 _ORPHANED, WANTED, GIVEN_UP = 1, 2, 4
+_ID = attrgetter("turn.id")
+_REFERRED = attrgetter("turn.base", "turn.parent", "turn.context_base")
 
 
 class Keys:
@@ -45,7 +48,7 @@ class Keys:
 
     def session(self, session: str) -> bytes:
         """Key of a session's hash. The session's name is the hash tag, which selects the slot in a cluster."""
-        return self._start + _escape(session) + b"}"
+        return self._start + text(session).replace(b"%", b"%25").replace(b"}", b"%7D") + b"}"
 
     def name(self, key: bytes) -> str:
         """Name of the session that a key belongs to."""
@@ -63,10 +66,6 @@ class Keys:
     def replica(self, replica: str) -> bytes:
         """Key of a replica's heartbeat. All are in one slot, because they are read together."""
         return b"%s:alive:{replicas}:%s" % (self._prefix, text(replica))
-
-
-def _escape(session: str) -> bytes:
-    return text(session).replace(b"%", b"%25").replace(b"}", b"%7D")
 
 
 def turn_field(turn: str) -> bytes:
@@ -117,16 +116,15 @@ def engine_field(url: str, replica: str) -> bytes:
 
 def turns_referred_to(entries: Sequence[Entry]) -> list[bytes]:
     """Fields of the other turns without which these entries cannot be read."""
-    turns = [entry.turn for entry in entries]
-    named = {name for turn in turns for name in (turn.base, turn.parent, turn.context_base)} - {None, *(turn.id for turn in turns)}
-    return [turn_field(name) for name in named if name is not None]
+    named = {*chain.from_iterable(map(_REFERRED, entries))} - {None, *map(_ID, entries)}
+    return [*map(turn_field, named)]
 
 
 def pack_entry(entry: Entry) -> list[bytes | int]:
     """Encode an entry as arguments of the script COMMIT."""
     turn = entry.turn
     parent = b"" if turn.parent is None else turn_field(turn.parent)
-    keys = [b"=" + key for key in entry.keys]
+    keys = [*map(b"=".__add__, entry.keys)]
     packed = pack_tokens(turn, entry.tokens)
     return [
         turn_field(turn.id),
@@ -242,10 +240,15 @@ def unpack_entry(session: bytes, packed: bytes, now: float) -> QueueEntry:
     )
 
 
-@contextmanager
-def decoding(session: str) -> Iterator[None]:
-    """Report values that cannot be decoded as damage of the session."""
-    try:
-        yield
-    except (ValueError, IndexError, TypeError, AttributeError) as why:
-        raise DamagedError(f"redis: the data of session {session} is damaged: {why}") from None
+class Decoding(msgspec.Struct, frozen=True):
+    """Reports values that cannot be decoded, while the context is open, as damage of the session."""
+
+    session: str
+
+    def __enter__(self) -> None:
+        """Begin to decode."""
+
+    def __exit__(self, kind: type[BaseException] | None, why: BaseException | None, trace: TracebackType | None) -> None:
+        """Raise a `DamagedError` in place of what a decoder raises."""
+        if isinstance(why, (ValueError, IndexError, TypeError, AttributeError)):
+            raise DamagedError(f"redis: the data of session {self.session} is damaged: {why}") from None

@@ -16,7 +16,7 @@ from tokencache.store.base import SessionGoneError, SessionInfo
 from tokencache.store.clock import monotonic
 from tokencache.store.encoding import pack, text, untext
 from tokencache.store.redis import fields, scripts
-from tokencache.store.redis.fields import REFERENCE, decoding, turn_field
+from tokencache.store.redis.fields import REFERENCE, Decoding, turn_field
 
 _ENTRY = msgspec.msgpack.Decoder(tuple[bytes, str, list[bytes]])
 """In the list: the name of a fork, its epoch, and the references that its turns may have."""
@@ -55,7 +55,7 @@ class Forks:
         own = fields.pack_reference(source.id, text(source.epoch))
         # Listed first, with all references that its turns may have: what no listed fork needs may be removed.
         held = await self._command("share", "HGET", self._keys.forks, text(source.id))
-        with decoding(source.id):
+        with Decoding(source.id):
             inherited = _ENTRY.decode(held)[2] if held is not None else []
         entry = msgspec.msgpack.encode((text(fork.id), fork.epoch, [own, *inherited]))
         await self._command("share", "HSET", self._keys.forks, text(fork.id), entry)
@@ -129,7 +129,7 @@ class Forks:
     async def _listed(self) -> list[tuple[str, str, list[bytes]]]:
         """Read the names of all forks, their epochs, and the references that they may have."""
         held = await self._command("forks", "HVALS", self._keys.forks)
-        with decoding("with forks"):
+        with Decoding("with forks"):
             return [(untext(name), epoch, references) for name, epoch, references in map(_ENTRY.decode, held)]
 
     async def _at(self, reference: bytes, script: str, named: Sequence[bytes], least: int) -> list[bytes]:

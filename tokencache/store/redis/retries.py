@@ -24,7 +24,7 @@ from tokencache.store.base import StoreError
 from tokencache.store.redis.answers import WrongAnswerError
 from tokencache.store.redis.connections import MAX_CONNECTIONS, Backend
 from tokencache.store.redis.shared import ConnectFailedError
-from tokencache.store.redis.timeouts import LoopTimeouts
+from tokencache.store.redis.timeouts import Limit, LoopTimeouts
 from tokencache.wakeup import end
 
 T = TypeVar("T")
@@ -98,7 +98,7 @@ class RetryingClient:
         started, lost, why = time.monotonic(), False, ""
         waits: Iterator[float] | None = None
         try:
-            async with self._timeouts.limit(self.timeout) as limit:
+            async with Limit(self._timeouts, self.timeout) as limit:
                 while True:
                     try:
                         reply = await send(lost)
@@ -132,7 +132,7 @@ class RetryingClient:
     async def _probe_until_reply(self) -> None:
         for delay in delays(FIRST_DELAY, LONGEST_PROBE_DELAY):
             try:
-                async with self._timeouts.limit(self.timeout):
+                async with Limit(self._timeouts, self.timeout):
                     await self._backend.run(*self._probe_command)
             except exceptions.ResponseError:
                 return  # an error is a reply

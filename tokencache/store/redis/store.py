@@ -27,7 +27,7 @@ from tokencache.store.redis import fields, queue_scripts, scripts
 from tokencache.store.redis.answers import WrongAnswerError, check
 from tokencache.store.redis.capacity import PAGE, CapacityWatch, run_id, scan
 from tokencache.store.redis.connections import Backend, SingleServer, connect
-from tokencache.store.redis.fields import decoding, document_field, media_field, turn_field
+from tokencache.store.redis.fields import Decoding, document_field, media_field, turn_field
 from tokencache.store.redis.forks import Forks
 from tokencache.store.redis.retries import RetryingClient
 
@@ -162,13 +162,13 @@ class RedisStore:
         if reply == scripts.NO_CAPACITY:
             raise base.StoreFullError(self._capacity.full)
         if not isinstance(reply, int):
-            with decoding(session):
+            with Decoding(session):
                 raise base.SettingsConflictError(session, settings.differences(fields.unpack_settings(reply[0])))
         return reply == scripts.CREATED
 
     async def settings(self, session: str) -> SessionSettings | None:
         reply = await self._script("settings", scripts.SETTINGS, [self._keys.session(session)])
-        with decoding(session):
+        with Decoding(session):
             return fields.unpack_settings(reply[0]) if reply else None
 
     async def begin(
@@ -182,6 +182,7 @@ class RedisStore:
         join: base.Join = "never",
         settings: bytes = b"",
     ) -> base.BeginResult:
+        named = text(call)
         args: list[Argument] = [
             self._ttl,
             os.urandom(8).hex(),
@@ -189,11 +190,11 @@ class RedisStore:
             _JOIN_CODES[join],
             fingerprint,
             text(replica),
-            text(call),
+            named,
             settings,
             *pack_keys(keys),
         ]
-        reply = await self._client.call("begin", lambda _: self._send(scripts.BEGIN, [self._keys.session(session)], *args, call=text(call)))
+        reply = await self._client.call("begin", lambda _: self._send(scripts.BEGIN, [self._keys.session(session)], *args, call=named))
         if isinstance(reply, int):
             raise {
                 scripts.SEALED: base.SessionSealedError(session),
@@ -201,7 +202,7 @@ class RedisStore:
                 scripts.DELETED: base.SessionDeletedError(session),
                 scripts.FULL: base.StoreFullError(self._capacity.full),
             }[reply]
-        with decoding(session):
+        with Decoding(session):
             if len(reply) == 1:
                 raise base.SettingsChangedError(fields.unpack_settings(reply[0]))
             return fields.unpack_begun(reply, len(keys))
@@ -222,18 +223,18 @@ class RedisStore:
         if not replicas:
             return set()
         held = await self._command("live_replicas", "MGET", *map(self._keys.replica, replicas))
-        with decoding("of the replicas"):
+        with Decoding("of the replicas"):
             return {replica for replica, heartbeat in zip(replicas, held, strict=True) if heartbeat is not None}
 
     async def find(self, session: str, keys: Sequence[bytes]) -> list[list[Hit]]:
         reply = await self._script("find", scripts.FIND, [self._keys.session(session)], *pack_keys(keys))
-        with decoding(session):
+        with Decoding(session):
             return fields.unpack_hits(reply, len(keys))
 
     async def prefix(self, session: str, turn: str) -> Prefix:
         line = await self._script("prefix", scripts.PREFIX, [self._keys.session(session)], turn_field(turn))
         await self._forks.follow_line(line)
-        with decoding(session):
+        with Decoding(session):
             return unpack_prefix(turn, line)
 
     async def commit(
@@ -247,7 +248,7 @@ class RedisStore:
         documents: Mapping[str, bytes] = MappingProxyType({}),
         engine: str = "",
     ) -> None:
-        stored = chain.from_iterable((document_field(name), data) for name, data in documents.items())
+        stored = chain.from_iterable(zip(map(document_field, documents), documents.values(), strict=True))
         figures = sum(map(attrgetter("turn.completion_tokens"), entries)), milliseconds_of(entries), text(engine) if engine else b""
         needed = fields.turns_referred_to(entries)
         packed = [len(needed), *needed, len(entries), *chain.from_iterable(map(fields.pack_entry, entries)), len(documents), *stored]
@@ -301,18 +302,18 @@ class RedisStore:
         for first in range(0, len(sessions), AT_ONCE):
             names = sessions[first : first + AT_ONCE]
             for name, reply in zip(names, await self._client.call("states", partial(self._read_states, names)), strict=True):
-                with decoding(name):
+                with Decoding(name):
                     found.append(fields.unpack_session(name, reply))
         return found
 
     async def session(self, session: str) -> base.SessionInfo | None:
         reply = await self._script("session", scripts.SESSION, [self._keys.session(session)])
-        with decoding(session):
+        with Decoding(session):
             return fields.unpack_session(session, reply)
 
     async def turns(self, session: str) -> list[Turn]:
         reply = await self._script("turns", scripts.TURNS, [self._keys.session(session)])
-        with decoding(session):
+        with Decoding(session):
             return [unpack(head[1:], Turn) for head in reply]
 
     async def tokens(self, session: str, turns: Sequence[str]) -> dict[str, Tokens]:
@@ -320,7 +321,7 @@ class RedisStore:
         if len(reply) < 2 * len(turns):
             raise KeyError(turns[len(reply) // 2])
         await self._forks.follow(scripts.TOKENS, turns, reply, 2)
-        with decoding(session):
+        with Decoding(session):
             return {turn: unpack_tokens(reply[2 * n], reply[2 * n + 1]).tokens for n, turn in enumerate(turns)}
 
     async def contexts(self, session: str, turns: Sequence[str]) -> dict[str, bytes]:
@@ -328,7 +329,7 @@ class RedisStore:
         if len(reply) < len(turns):
             raise KeyError(turns[len(reply)])
         await self._forks.follow(scripts.CONTEXTS, turns, reply, 1)
-        with decoding(session):
+        with Decoding(session):
             return dict(zip(turns, reply, strict=True))
 
     async def share(self, session: str, source: str, turns: Sequence[Turn]) -> None:
@@ -371,7 +372,7 @@ class RedisStore:
 
     async def rewards(self, session: str) -> list[Reward]:
         reply = await self._script("rewards", scripts.REWARDS, [self._keys.session(session)], REWARDS_KEPT)
-        with decoding(session):
+        with Decoding(session):
             return [unpack(reward, Reward) for reward in reply]
 
     async def delete(self, session: str, *, reuse: bool = False) -> bool:
@@ -385,7 +386,7 @@ class RedisStore:
         if not names:
             return []
         reply = await self._script("documents", scripts.DOCUMENTS, [self._keys.session(session)], *map(document_field, names))
-        with decoding(session):
+        with Decoding(session):
             return [found for _, found in zip(names, reply or [None] * len(names), strict=True)]
 
     async def delete_document(self, session: str, name: str) -> bool:
@@ -401,13 +402,13 @@ class RedisStore:
 
     async def media(self, session: str, sha256: str) -> tuple[str, bytes] | None:
         reply = await self._script("media", scripts.MEDIA, [self._keys.session(session)], media_field(sha256))
-        with decoding(session):
+        with Decoding(session):
             kinds = {medium.sha256: medium.media_type for medium in fields.unpack_media(reply[0])} if reply else {}
             return (kinds[sha256], reply[1]) if sha256 in kinds else None
 
     async def stored_media(self, session: str) -> list[StoredMedium]:
         reply = await self._script("stored_media", scripts.MEDIA, [self._keys.session(session)])
-        with decoding(session):
+        with Decoding(session):
             return fields.unpack_media(reply[0]) if reply else []
 
     async def bind_key(self, key: str, binding: base.Binding) -> None:
@@ -415,7 +416,7 @@ class RedisStore:
 
     async def binding_of_key(self, key: str) -> base.Binding | None:
         held = await self._command("binding_of_key", "GETEX", self._keys.binding(key), "PX", self._ttl)
-        with decoding(key):
+        with Decoding(key):
             return None if held is None else unpack(held, base.Binding)
 
     async def unbind_key(self, key: str) -> bool:
@@ -429,12 +430,12 @@ class RedisStore:
 
     async def engines(self) -> list[base.EngineEntry]:
         held = await self._command("engines", "HVALS", self._keys.engines)
-        with decoding("engines"):
+        with Decoding("engines"):
             return [unpack(entry, base.EngineEntry) for entry in held]
 
     async def weights(self) -> WeightsState:
         held = await self._command("weights", "HGET", self._keys.weights, "state")
-        with decoding("weights"):
+        with Decoding("weights"):
             return WeightsState() if held is None else unpack(held, WeightsState)
 
     async def replace_weights(self, state: WeightsState) -> bool:
@@ -445,7 +446,7 @@ class RedisStore:
 
     async def overdue(self) -> base.Overdue:
         now, names = await self._script("overdue", queue_scripts.OVERDUE, [self._keys.watched], base.MOST_OVERDUE)
-        with decoding("that are watched"):
+        with Decoding("that are watched"):
             return base.Overdue(float(now), list(map(untext, names)))
 
     async def unwatch(self, session: str) -> None:
@@ -459,7 +460,7 @@ class RedisStore:
 
     async def queue(self) -> list[base.QueueEntry]:
         now, held = await self._script("queue", queue_scripts.READ_QUEUE, self._keys.queue)
-        with decoding("in the queue"):
+        with Decoding("in the queue"):
             entries = [fields.unpack_entry(*pair, float(now)) for pair in zip(held[::2], held[1::2], strict=True)]
         return sorted(entries, key=lambda entry: (entry.at, entry.session))
 

@@ -23,14 +23,6 @@ class LoopTimeouts:
         self._due: dict[asyncio.Timeout, float] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def limit(self, seconds: float) -> "_Limit":
-        """Limit the time of an `async with` context. It yields an `asyncio.Timeout`, which knows whether the time is over.
-
-        Raises:
-            TimeoutError: it took longer than `seconds`.
-        """
-        return _Limit(self, seconds)
-
     def start(self, timeout: asyncio.Timeout, seconds: float) -> None:
         """Let a timeout expire after so many seconds."""
         self._due[timeout] = self._now + seconds
@@ -50,8 +42,11 @@ class LoopTimeouts:
         self._timer = loop.call_later(TICK, self._tick) if self._due else None
 
 
-class _Limit:
-    """Starts a timeout with its context and stops it at its end. Both methods return the coroutine of `asyncio.Timeout`."""
+class Limit:
+    """Limits the time of an `async with` context to so many seconds, and raises `TimeoutError` if it takes longer.
+
+    It yields an `asyncio.Timeout`, which knows whether the time is over. Both methods return the coroutine of that.
+    """
 
     def __init__(self, timeouts: LoopTimeouts, seconds: float) -> None:
         self._timeouts, self._seconds = timeouts, seconds
