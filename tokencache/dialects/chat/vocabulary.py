@@ -114,24 +114,24 @@ class MessageReader:
             known.popitem(last=False)
         for raw in entries:
             key = xxhash.xxh3_128_digest(raw, self._seed)
-            message = known.get(key)
-            if message is None:
-                message = known[key] = _parsed(msgspec.json.decode(raw))
+            read = known.get(key)
+            if read is None:  # inline: a first call may have hundreds of new messages
+                written = msgspec.json.decode(raw)
+                message, entry = _read(written)
+                media = _described(written, entry) if entry is not written else ()
+                exact = exact_digest_of_json(entry)
+                if message.role == "assistant":
+                    malformed = bool(message.calls) and not _has_json(entry.get("tool_calls") or ())
+                    read = ReadMessage(message, digest(message), exact, malformed, media)
+                else:
+                    slim = Message(message.role, answers=message.answers, media=b"1" if message.media else b"")
+                    own = result_digest_of_json(entry, exact) if message.role == "tool" else exact
+                    read = ReadMessage(slim, own, exact, media=media)
+                known[key] = read
             else:
                 known.move_to_end(key)
-            found.append(message)
+            found.append(read)
         return found
-
-
-def _parsed(written: dict[str, Any]) -> ReadMessage:
-    message, entry = _read(written)
-    media = _described(written, entry) if entry is not written else ()
-    exact = exact_digest_of_json(entry)
-    if message.role == "assistant":
-        malformed = bool(message.calls) and any(not _is_json(call["function"].get("arguments")) for call in entry.get("tool_calls") or ())
-        return ReadMessage(message, digest(message), exact, malformed, media)
-    slim = Message(message.role, answers=message.answers, media=b"1" if message.media else b"")
-    return ReadMessage(slim, result_digest_of_json(entry, exact) if message.role == "tool" else exact, exact, media=media)
 
 
 def _described(entry: Any, identified: Any) -> tuple[MediaPart, ...]:
@@ -248,6 +248,11 @@ def _call(item: Any) -> ToolCall:
     if not isinstance(item.get("id"), _TEXT):
         raise UnreadableError("the id of a tool call is not a string")
     return ToolCall(item.get("id") or "", function["name"], arguments or "")
+
+
+def _has_json(calls: Iterable[Any]) -> bool:
+    """Whether the arguments of all calls are strings that the engine can parse."""
+    return all(_is_json(call["function"].get("arguments")) for call in calls)
 
 
 def _is_json(arguments: Any) -> bool:
