@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tokencache.store import clock
+from tokencache.store import clock, memory
 from tokencache.store.file.clock import FileClock
 
 
@@ -38,6 +38,7 @@ def machine_of(boot_id="one"):
     machine = Machine(boot_id)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clock, "time", machine)
+        patch.setattr(memory, "time", machine)
         patch.setattr("tokencache.store.file.clock._boot", lambda: machine.boot_id)
         patch.setattr(FileClock, "measure", lambda self: None)
         yield machine

@@ -12,8 +12,10 @@ itself. The proxy checked all of that for each turn's own history before it sent
 Where `judged` differs, `still_holds` checks every reply in the turn's prompt again, along the lineage.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
+from itertools import filterfalse
 from typing import NamedTuple
 
 import msgspec
@@ -116,7 +118,8 @@ def foreign_hash(conversation: Conversation, start: int, until: int, replies: Co
 
     `replies` are the places from `start` on with replies of the model. `inherited` is the hash of the messages before `start`.
     """
-    own = [i for i in range(start, until) if conversation.messages[i].role == "assistant" and i not in replies]
+    first, end = bisect_left(conversation.replies, start), bisect_left(conversation.replies, until)
+    own = [*filterfalse(replies.__contains__, conversation.replies[first:end])]
     return keyed_hash(conversation.salt, b"foreign" + inherited + b"".join([conversation.exacts[i] for i in own])) if own else inherited
 
 

@@ -46,10 +46,11 @@ def with_continuous_usage(fields: Mapping[str, Raw]) -> dict[str, Raw]:
 
 def with_usage(fields: dict[str, Raw]) -> dict[str, Raw]:
     """Return a streaming request's members with a request for the usage."""
-    if requests_usage(fields):
+    options = _options(fields)
+    if options.get(_INCLUDE):
         return fields
-    others = {name: value for name, value in _options(fields).items() if name != _CONTINUOUS}
-    return {**fields, _OPTIONS: Raw(msgspec.json.encode({**others, _INCLUDE: True}))}
+    options.pop(_CONTINUOUS, None)
+    return {**fields, _OPTIONS: Raw(msgspec.json.encode({**options, _INCLUDE: True}))}
 
 
 class HiddenUsage:

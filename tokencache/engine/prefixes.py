@@ -16,10 +16,12 @@ import base64
 import hashlib
 import secrets
 from collections.abc import Mapping
+from functools import partial
 from http import HTTPStatus
 from itertools import count
 from typing import Any, NamedTuple
 
+import msgspec
 import xxhash
 
 from tokencache.core import ids
@@ -46,7 +48,7 @@ _MOST_STATES = 16_384
 """Prompts whose state of the hash is kept, some 400 bytes each."""
 
 
-class PromptName(NamedTuple):
+class PromptName(msgspec.Struct, frozen=True):
     """How a request names its prompt.
 
     Attributes:
@@ -80,7 +82,7 @@ class PromptName(NamedTuple):
 
     def whole(self, packed: bytes) -> "PromptName":
         """Return the name for a request that has all ids of the prompt."""
-        return self._replace(prefix="", length=0, tail=packed)
+        return msgspec.structs.replace(self, prefix="", length=0, tail=packed)
 
     def is_proven(self, headers: Mapping[str, str]) -> bool:
         """Whether an answer says that the engine was given this prompt. If the engine renders, there is nothing to prove."""
@@ -96,7 +98,7 @@ class PromptHashes:
     """
 
     def __init__(self) -> None:
-        self._seed = secrets.randbits(64)
+        self._key = partial(xxhash.xxh3_128_digest, seed=secrets.randbits(64))
         self._states: Recent[bytes, Any] = Recent(_MOST_STATES)
 
     def name(self, packed: bytes, known: int, before: int = 0, *, echo: bool) -> PromptName:
@@ -117,9 +119,6 @@ class PromptHashes:
         hashed.update(view[end:])
         self._states[self._key(view)] = hashed
         return PromptName(hashed.hexdigest(), prefix, known, packed[end:], echo)
-
-    def _key(self, packed: memoryview) -> bytes:
-        return xxhash.xxh3_128_digest(packed, self._seed)
 
 
 class PrefixUse:
@@ -155,7 +154,7 @@ def can_be_named(call: ChatCall) -> bool:
     """Whether the plugin accepts the prompt of a call, and the call's reply does not depend on its last message."""
     if call.media or not call.raw_messages or bytes(call.fields.get("add_generation_prompt", b"true")) != b"true":
         return False
-    return all(bytes(call.fields.get(name, b"null")) in {b"null", b"false"} for name in UNNAMED)
+    return {*map(bytes, filter(None, map(call.fields.get, UNNAMED)))} <= {b"null", b"false"}
 
 
 def is_miss(answer: Mapping[str, str]) -> bool:
@@ -207,7 +206,7 @@ class _Probe:
             raise _UnprovenError("its answer to a prompt by hash has other ids than its header, or no packed reply")
         known = prompt + ids.pack(reply.choices[0].ids)
         await self._proven(self._hashes.name(known + ids.head(prompt, 2), ids.count(known), echo=False), may_miss=True)
-        answer = await self._answer(self._hashes.name(prompt[::-1], 1, echo=False)._replace(prefix="0" * 64))
+        answer = await self._answer(msgspec.structs.replace(self._hashes.name(prompt[::-1], 1, echo=False), prefix="0" * 64))
         if answer.status != HTTPStatus.BAD_REQUEST or not is_miss(answer.headers):
             raise _UnprovenError("it does not refuse a prefix that it cannot have")
 

@@ -258,7 +258,7 @@ class Choice(msgspec.Struct, eq=False):
             counted: the number of tokens that the engine counts so far; `None` if it does not.
         """
         before = len(self.ids)
-        self._add_parts([choice], [choice.delta or choice.message or ReplyMessage(content=choice.text)])
+        self.add_parts([choice], [choice.delta or choice.message or ReplyMessage(content=choice.text)])
         if not self.prompt and choice.prompt_token_ids not in _NO_PROMPT:
             self.prompt = bytes(choice.prompt_token_ids)
         self.finish_reason = choice.finish_reason or self.finish_reason
@@ -273,13 +273,8 @@ class Choice(msgspec.Struct, eq=False):
             if counted != self.sampled:
                 self.doubt_after(before, f"the engine counts {counted} tokens, and reported {self.sampled} ids")
 
-    def add_plain(self, parts: Sequence[_PlainChoice]) -> None:
-        """Add the parts of this choice in plain chunks."""
-        self._add_parts(parts, map(attrgetter("delta"), parts))
-
-    def _add_parts(self, parts: Sequence[_Choice | _PlainChoice], messages: Iterable[ReplyMessage]) -> None:
+    def add_parts(self, parts: Sequence[_Choice | _PlainChoice], messages: Iterable[ReplyMessage]) -> None:
         """Add parts of this choice: ids and log probabilities, packed or as vLLM writes them, and the message of each."""
-        self._join_pieces()
         spans: list[tuple[int, int]] = []
         for choice in parts:
             ids, logprobs = len(self.ids), len(self.logprobs)
@@ -306,13 +301,11 @@ class Choice(msgspec.Struct, eq=False):
             spans.append((ids, ids + more))
         self.add_messages(messages, spans)
 
-    def _join_pieces(self) -> None:
+    def add_messages(self, messages: Iterable[ReplyMessage], spans: Iterable[tuple[int, int]]) -> None:
+        """Add a message, or deltas; `spans` are the numbers of ids before and after each."""
         for pieces in (self.content, self.reasoning, *self._grown):
             if len(pieces) > _MOST_PIECES and len(pieces) > len(pieces[0]) // _PIECE:
                 pieces[:] = ["".join(pieces)]
-
-    def add_messages(self, messages: Iterable[ReplyMessage], spans: Iterable[tuple[int, int]]) -> None:
-        """Add a message, or deltas; `spans` are the numbers of ids before and after each."""
         self._grown.clear()
         for message, span in zip(messages, spans, strict=True):
             content, thought = message.content, message.reasoning or message.reasoning_content
@@ -326,11 +319,11 @@ class Choice(msgspec.Struct, eq=False):
                 for index, call in message.calls():
                     if index not in self.calls:
                         self.call_steps.append(span)
-                    pieces = self.calls.setdefault(index, CallPieces())
-                    pieces.id = call.id or pieces.id
-                    pieces.names.append(call.name)
-                    pieces.arguments.append(call.arguments)
-                    self._grown.append(pieces.arguments)
+                    known = self.calls.setdefault(index, CallPieces())
+                    known.id = call.id or known.id
+                    known.names.append(call.name)
+                    known.arguments.append(call.arguments)
+                    self._grown.append(known.arguments)
 
     def take_back(self, message: ReplyMessage) -> None:
         """Remove the delta that was added last."""
@@ -408,7 +401,7 @@ class Reply(msgspec.Struct, eq=False):
         for part in choices:
             parts.setdefault(part.index, []).append(part)
         for index, own in parts.items():
-            self._choice(index).add_plain(own)
+            self._choice(index).add_parts(own, map(attrgetter("delta"), own))
 
     def _choice(self, index: int) -> Choice:
         found = self._choices.get(index)
@@ -500,7 +493,7 @@ class Reply(msgspec.Struct, eq=False):
 
     def _note_prompt(self, chunk: _Chunk, *, cut: bool, of_chat: bool) -> bool:
         """Note the ids of the prompt in a chunk; false if the text that was `cut` out belongs to another member."""
-        echoes = [echo for echo in (chunk.prompt_token_ids, *map(attrgetter("prompt_token_ids"), chunk.choices)) if echo != NULL]
+        echoes = [*filter(NULL.__ne__, (chunk.prompt_token_ids, *map(attrgetter("prompt_token_ids"), chunk.choices)))]
         # Of a text completion, each choice has its own prompt: ids that were not sent may be those of a choice.
         if cut and not (echoes[:1] == [FIRST_MARK] and bool(chunk.choices) and (of_chat or self.prompt.sent)):
             return False
@@ -573,7 +566,7 @@ class Reply(msgspec.Struct, eq=False):
     @property
     def begun(self) -> bool:
         """Whether a choice has ids, text, calls or a finish reason: more than a role."""
-        return any(c.ids or c.content or c.reasoning or c.calls or c.finish_reason for c in self.choices.values())
+        return any(map(any, map(_SIGNS, self.choices.values())))
 
     @property
     def aborted(self) -> bool:
@@ -582,7 +575,7 @@ class Reply(msgspec.Struct, eq=False):
         return len(choices) >= self.expected and {*map(_finish_reason, choices.values())} == {"abort"}
 
 
-_finish_reason = attrgetter("finish_reason")
+_finish_reason, _SIGNS = attrgetter("finish_reason"), attrgetter("ids", "content", "reasoning", "calls", "finish_reason")
 _LOGPROBS_MARK = bytes(FIRST_MARK)[1:-1].decode()
 
 

@@ -47,8 +47,8 @@ class StreamProtocol(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._own: asyncio.Protocol
         connection = answer.connection
-        if connection is not None and connection.transport is not None:  # otherwise the whole answer has arrived already
-            self._transport, self._own = connection.transport, cast("asyncio.Protocol", connection.protocol)
+        if connection is not None and (transport := connection.transport) is not None:  # otherwise the whole answer has arrived already
+            self._transport, self._own = transport, cast("asyncio.Protocol", connection.protocol)
 
     def __enter__(self) -> Self:
         """Replace the connection's own protocol."""

@@ -188,7 +188,8 @@ async def prove(session: str, call: ChatCall, returned: ReturnedIds, model: Mode
         raise TailRefusedError(Reason.CLIENT_IDS_UNPROVEN)
     last = replies[-1]
     assert call.conversation is not None  # noqa: S101 - there are returned messages
-    request = TailRequest(call.model, call.args, call.conversation, call.safe_messages(), last.place + 1, session=session)
+    reply = call.conversation.messages[last.place]
+    request = TailRequest(call.model, call.args, call.conversation, call.safe_messages(), last.place + 1, reply, session=session)
     frame = await model.edited_histories.frame(request, [reply.place for reply in replies])
     prompts = [frame.generation_prompt(n, reply.prompt, same_message=True) for n, reply in enumerate(replies)]
     known = [prompt for prompt in prompts if prompt is not None]

@@ -111,7 +111,7 @@ class EngineSender(msgspec.Struct, eq=False):
         if not last.end:
             return None
         name = self.prefixes.name(planned.engine.upstream.url, exact.ids, (last.start, last.end), echo=chat.shows_ids)
-        return name._replace(experts=self.experts)
+        return msgspec.structs.replace(name, experts=self.experts)
 
     async def _post_named(
         self, planned: PlannedCall, exact: ExactPrompt | None, chat: ChatCall, target: Target, name: PromptName
@@ -154,10 +154,10 @@ class EngineSender(msgspec.Struct, eq=False):
         self.proven = not name.echo
         if name.prefix:
             self.prefixes.noted(engine.upstream.url, hit=True)
-        metrics.counter(metrics.PREFIXES, "named" if name.prefix else "whole").inc()
+        metrics.counter(metrics.PREFIXES, "named" if name.prefix else "whole").add(1)
         as_json = (len(exact.prefix) + len(exact.tail)) // ids.ID_BYTES * _JSON_BYTES
         sent = len(name.tail) * 4 // 3  # base64
-        metrics.PREFIX_BYTES_SAVED.inc(max(0, as_json * (1 if name.echo else 2) - sent))
+        metrics.PREFIX_BYTES_SAVED.add(max(0, as_json * (1 if name.echo else 2) - sent))
 
     async def _post_images(self, planned: PlannedCall, exact: ExactPrompt | None, chat: ChatCall, target: Target) -> Answer:
         """Post a request with named images. If the engine refuses it, it may not have one of them: post it again with all pixels."""

@@ -183,8 +183,6 @@ class PlanningContext(msgspec.Struct, frozen=True):
 
     def request(self, at: int, prefix: bytes = b"", reply_start: int = 0, words: str = "") -> TailRequest:
         """Make the request for the tail before the message at `at`."""
-        call = self.call
-        raw, session = call.safe_messages(), self.session
-        return TailRequest(
-            call.model, call.args, self.conversation, raw, at, prefix=prefix, reply_start=reply_start, session=session, words=words
-        )
+        call, conversation = self.call, self.conversation
+        raw, reply = call.safe_messages(), conversation.messages[at - 1]
+        return TailRequest(call.model, call.args, conversation, raw, at, reply, prefix, reply_start, self.session, words)

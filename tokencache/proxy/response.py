@@ -116,7 +116,7 @@ async def finish_headers(request: web.Request, response: web.StreamResponse) -> 
     """
     if request.version == HttpVersion10 and response.content_length is None:
         response.force_close()
-    if own := request.get(RETURNED_ID):
+    if REQUEST_ID in request.headers and (own := request.get(RETURNED_ID)):
         response.headers[REQUEST_ID] = own
     for name in getattr(response, "absent", ()):  # of a relayed response
         response.headers.popall(name, None)

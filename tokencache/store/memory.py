@@ -6,6 +6,7 @@ No method awaits anything, so each is atomic. Turns are kept encoded: as objects
 import heapq
 import math
 import secrets
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -21,7 +22,7 @@ from tokencache.core.turn import Prefix, Tokens, Turn
 from tokencache.core.weights import WeightsState
 from tokencache.recent import Expiring
 from tokencache.store import base, pruning
-from tokencache.store.clock import NOT_USED, ClockWatch, monotonic, system_time
+from tokencache.store.clock import NOT_USED, ClockWatch, system_time
 from tokencache.store.encoding import milliseconds_of, pack, pack_tokens, text, unpack, unpack_prefix, unpack_tokens, untext
 from tokencache.store.memory_queue import MemoryQueue
 
@@ -166,10 +167,10 @@ class MemoryStore(MemoryQueue):
         self._max_sessions, self._max_bytes = max_sessions, max_bytes
         self._secret = b""
         # An item's time to live starts when it is set, so each use sets it again.
-        self._sessions = _Sessions(ttl_seconds, monotonic)
-        self._tombstones: Expiring[str, bool] = Expiring(tombstone_seconds, monotonic)
-        self._deleted: Expiring[str, bool] = Expiring(tombstone_seconds, monotonic)  # epochs
-        self._bindings: Expiring[str, base.Binding] = Expiring(ttl_seconds, monotonic)
+        self._sessions = _Sessions(ttl_seconds, time.monotonic)
+        self._tombstones: Expiring[str, bool] = Expiring(tombstone_seconds, time.monotonic)
+        self._deleted: Expiring[str, bool] = Expiring(tombstone_seconds, time.monotonic)  # epochs
+        self._bindings: Expiring[str, base.Binding] = Expiring(ttl_seconds, time.monotonic)
         self._alive_until: dict[str, float] = {}
         self._watch = ClockWatch("system", NOT_USED)
         self._engines: dict[tuple[str, str], base.EngineEntry] = {}
@@ -211,7 +212,7 @@ class MemoryStore(MemoryQueue):
         if settings and settings != held.settings:
             raise base.SettingsConflictError(session, settings.differences(held.settings))
         held.labels = held.labels.changed(labels.changes)
-        self._use(session)
+        self._sessions.renew(session)
         return False
 
     async def settings(self, session: str) -> SessionSettings | None:
@@ -259,7 +260,7 @@ class MemoryStore(MemoryQueue):
         held = self._sessions.get(session)
         if held is None or call not in held.calls:
             return False
-        self._use(session)
+        self._sessions.renew(session)
         wanted = held.calls[call].wanted
         held.calls[call] = msgspec.structs.replace(held.calls[call], orphaned=True, wanted=False)
         return wanted
@@ -267,16 +268,16 @@ class MemoryStore(MemoryQueue):
     async def mark_wanted(self, session: str, call: str, *, given_up: bool = False) -> None:
         held = self._sessions.get(session)
         if held is not None and call in held.calls:
-            self._use(session)
+            self._sessions.renew(session)
             flag = {"given_up": True} if given_up else {"wanted": True}
             held.calls[call] = msgspec.structs.replace(held.calls[call], **flag)
 
     async def heartbeat(self, replica: str, seconds: float) -> None:
         self._watch.check(system_time())
-        self._alive_until[replica] = monotonic() + seconds
+        self._alive_until[replica] = time.monotonic() + seconds
 
     async def live_replicas(self, replicas: Sequence[str]) -> set[str]:
-        return {replica for replica in replicas if self._alive_until.get(replica, -math.inf) > monotonic()}
+        return {replica for replica in replicas if self._alive_until.get(replica, -math.inf) > time.monotonic()}
 
     async def find(self, session: str, keys: Sequence[bytes]) -> list[list[Hit]]:
         held = self._sessions.get(session)
@@ -311,7 +312,7 @@ class MemoryStore(MemoryQueue):
         self._use_epoch(session, epoch).end(call, incidents, self._clock.now())
 
     async def add_incidents(self, session: str, incidents: Sequence[Incident]) -> None:
-        held = self._use(session)
+        held = self._sessions.renew(session)
         if held is None:
             if session in self._tombstones:
                 return
@@ -353,7 +354,7 @@ class MemoryStore(MemoryQueue):
         return {turn: held.contexts[turn] for turn in turns}
 
     async def share(self, session: str, source: str, turns: Sequence[Turn]) -> None:
-        held, other = self._use(session), self._use(source)
+        held, other = self._sessions.renew(session), self._sessions.renew(source)
         if held is None or other is None:
             raise base.SessionGoneError(source if held is not None else session)
         if missing := [turn.id for turn in turns if turn.id not in other.turns]:
@@ -368,7 +369,7 @@ class MemoryStore(MemoryQueue):
             raise base.OutcomeConflictError(session, outcome.kind, held.outcome.kind if held.outcome is not None else "")
         held.outcome, held.engine = held.outcome or outcome, ""
         held.finished = self._clock.now() if held.finished is None else held.finished
-        self._use(session)
+        self._sessions.renew(session)
         return True
 
     async def seal(self, session: str, *, force: bool = False, at: float = 0.0) -> base.SealOutcome:
@@ -382,17 +383,17 @@ class MemoryStore(MemoryQueue):
                 return base.SealOutcome.UNFINISHED if held.finished is None else base.SealOutcome.CALLS_IN_FLIGHT
             held.incidents.append(sealed_early(finished=held.finished is not None, open_calls=len(held.calls), at=at))
         held.sealed, held.engine = True, ""
-        self._use(session)
+        self._sessions.renew(session)
         return base.SealOutcome.SEALED
 
     async def set_labels(self, session: str, changes: LabelChanges) -> bool:
-        held = self._use(session)
+        held = self._sessions.renew(session)
         if held is not None:
             held.labels = held.labels.changed(changes)
         return held is not None
 
     async def add_reward(self, session: str, reward: Reward) -> bool:
-        held = self._use(session)
+        held = self._sessions.renew(session)
         if held is not None:
             if len(held.rewards) == REWARDS_KEPT:
                 held.bytes -= len(held.rewards[0])
@@ -481,12 +482,8 @@ class MemoryStore(MemoryQueue):
     def _bytes(self) -> int:
         return sum(held.bytes for held in self._sessions.values())
 
-    def _use(self, session: str) -> _Session | None:
-        """Look up a session, and renew its time to live."""
-        return self._sessions.renew(session)
-
     def _use_epoch(self, session: str, epoch: str) -> _Session:
-        held = self._use(session) if self._sessions.epoch(session) == epoch else None
+        held = self._sessions.renew(session) if self._sessions.epoch(session) == epoch else None
         if held is None:
             raise base.SessionGoneError(session, deleted=epoch in self._deleted)
         return held

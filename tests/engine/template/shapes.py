@@ -106,4 +106,4 @@ def ask(messages: Sequence[dict[str, Any]], at: int, until: int, *, tools: bool,
     read = [read_message(message) for message in messages[:until]]
     offered = msgspec.Raw(msgspec.json.encode(TOOLS)) if tools else None
     args = RenderArgs(b"%d" % tools + msgspec.json.encode(kwargs or {}), b"", {}, {}, kwargs or {}, offered)
-    return TailRequest("m", args, build_conversation(b"m", read), raw, at)
+    return TailRequest("m", args, build_conversation(b"m", read), raw, at, read[at - 1])

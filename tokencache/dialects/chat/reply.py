@@ -84,12 +84,12 @@ class ChatReplyEncoder(PassthroughEncoder):
 
     def whole(self, data: bytes) -> bytes:
         """See `ReplyEncoder.whole`. A body that cannot be parsed is passed on."""
-        return data if self._shows_all(data) else self._hide(data, "message") or data
+        return self._hide(data, "message") or data
 
     def chunk(self, event: bytes, data: bytes, prompt_tokens: int) -> bytes:
         """See `ReplyEncoder.chunk`; `b""` if a direct client would get no such chunk."""
         del prompt_tokens
-        shown = data if self._shows_all(data) else self._hide(data, "delta")
+        shown = self._hide(data, "delta")
         if shown is None:
             return b""
         return self._usage.present(event if shown is data else event_of(shown), shown)
@@ -104,10 +104,10 @@ class ChatReplyEncoder(PassthroughEncoder):
     def _hide_unless_waiting(self, event: bytes) -> bytes | None:
         return None if self._usage.keeps_back else hide_tokens(event)
 
-    def _shows_all(self, data: bytes) -> bool:
-        return self._ids and self._logprobs and not self.has_extras(data)
-
     def _hide(self, data: bytes, part: str) -> bytes | None:
+        """Hide the members that were not requested; `None` if nothing is left of a chunk."""
+        if self._ids and self._logprobs and not self.has_extras(data):
+            return data
         try:
             fields = FIELDS.decode(data)
             choices = OBJECTS.decode(fields["choices"])

@@ -145,7 +145,7 @@ def members_with_ids(call: ChatCall) -> dict[str, Raw]:
     else stays as the harness sent it.
     """
     fields = {**call.fields, "return_token_ids": TRUE, "return_weight_versions": TRUE}
-    if call.shows_logprobs or not any(value_of(call.fields[name]) for name in _NEED_LOGPROBS if name in call.fields):
+    if call.shows_logprobs or not any(map(value_of, filter(None, map(call.fields.get, _NEED_LOGPROBS)))):
         fields["logprobs"] = TRUE  # otherwise leave it to the engine to refuse them
     if not call.shows_reasoning:
         fields["include_reasoning"] = TRUE

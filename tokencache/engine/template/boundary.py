@@ -126,18 +126,16 @@ def answering(message: bytes, names: Mapping[str, str]) -> bytes:
 
 def stand_in(reply: Message, sentinel: str, place: SentinelPlace) -> bytes:
     """Write a raw assistant message of the same kind as `reply`, with the sentinel at `place`."""
-    calls: list[dict[str, Any]] = [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": "{}"}} for call in reply.calls
-    ]
-    entry: dict[str, Any] = {"role": "assistant"}
-    if calls and place is not SentinelPlace.TEXT:
-        entry["content"] = "." if reply.text else None
-        marked = calls[-1 if place is SentinelPlace.LAST_CALL else 0]
-        marked["function"]["arguments"] = msgspec.json.encode({"s": sentinel}).decode()
-    else:
-        entry["content"] = sentinel
-    if calls:
+    entry: dict[str, Any] = {"role": "assistant", "content": sentinel}
+    if reply.calls:
+        calls: list[dict[str, Any]] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": "{}"}} for call in reply.calls
+        ]
         entry["tool_calls"] = calls
+        if place is not SentinelPlace.TEXT:
+            entry["content"] = "." if reply.text else None
+            marked = calls[-1 if place is SentinelPlace.LAST_CALL else 0]
+            marked["function"]["arguments"] = msgspec.json.encode({"s": sentinel}).decode()
     return msgspec.json.encode(entry)
 
 

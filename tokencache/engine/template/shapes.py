@@ -35,6 +35,7 @@ class TailRequest(msgspec.Struct, frozen=True):
         conversation: the whole history.
         raw: its messages as JSON.
         at: the number of messages up to and including the reply.
+        reply: that message.
         prefix: the ids of the history as it was sampled: the prompt and the reply (packed); `b""` if unknown.
         reply_start: the number of tokens of that prompt.
         session: the session that the conversation belongs to.
@@ -47,15 +48,11 @@ class TailRequest(msgspec.Struct, frozen=True):
     conversation: Conversation
     raw: Sequence[bytes]
     at: int
+    reply: Message
     prefix: bytes = b""
     reply_start: int = 0
     session: str = ""
     words: str = ""
-
-    @property
-    def reply(self) -> Message:
-        """The reply before the tail."""
-        return self.conversation.messages[self.at - 1]
 
     def reply_follows(self, generation_prompt: bytes) -> bool:
         """Whether the reply was sampled after a generation prompt (packed ids); true if that is unknown."""
