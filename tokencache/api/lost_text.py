@@ -12,7 +12,7 @@ import msgspec
 
 from tokencache.core import ids
 from tokencache.core.lost_text import SAMPLE, SAMPLE_WITHOUT_CALLS, LostText, Markup, find_lost_text, markup_of
-from tokencache.core.turn import BROKEN_OFF, Tokens, Turn
+from tokencache.core.turn import UNRECEIVED, Tokens, Turn
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.engine.model import Model
 from tokencache.engine.pool import Pool
@@ -56,7 +56,7 @@ class LostTextMeter:
         return found
 
     async def _turn(self, turn: Turn, tokens: Tokens) -> LostText:
-        if not BROKEN_OFF.isdisjoint(turn.marks):
+        if not UNRECEIVED.isdisjoint(turn.marks):
             return LostText(unknown="broken-off")
         if not turn.completion_tokens:
             return LostText()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from tokencache.core.outcome import OutcomeKind
-from tokencache.core.turn import BROKEN_OFF, TurnMark
+from tokencache.core.turn import UNRECEIVED, TurnMark
 from tokencache.core.weights import Announced
 from tokencache.trajectories.placeholders import TurnOrigin, with_sampled_placeholders
 from tokencache.trajectories.values import Sequence, Trajectory
@@ -257,7 +257,7 @@ def _main_line(trajectory: Trajectory) -> list[str]:
 
 
 def _ended_whole(sequence: Sequence) -> bool:
-    return all(BROKEN_OFF.isdisjoint(turn.marks) for turn in sequence.turns[-1:])
+    return all(UNRECEIVED.isdisjoint(turn.marks) for turn in sequence.turns[-1:])
 
 
 def _began_after(before: Sequence, sequence: Sequence) -> bool:

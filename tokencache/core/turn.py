@@ -97,9 +97,10 @@ BROKEN_OFF = frozenset({
     TurnMark.ENGINE_ERROR,
     TurnMark.INTERNAL_ERROR,
     TurnMark.UNCERTAIN,
-    TurnMark.UNANSWERED,
 })  # fmt: skip
-"""Marks of turns whose reply did not end by itself, or whose client left: nobody may have received it whole."""
+"""Marks of turns whose reply did not end by itself, or did not arrive as a whole."""
+UNRECEIVED = BROKEN_OFF | {TurnMark.UNANSWERED}
+"""The same, and that of turns whose client left: nobody may have received the reply as a whole."""
 UNTRAINED = frozenset({TurnMark.NO_LOGPROBS, TurnMark.SHARED, TurnMark.NOT_TRAINABLE})
 """Marks of turns whose tokens are not trained: they have no log probabilities, or are not the policy's."""
 
