@@ -98,7 +98,7 @@ BROKEN_OFF = frozenset({
     TurnMark.INTERNAL_ERROR,
     TurnMark.UNCERTAIN,
 })  # fmt: skip
-"""Marks of turns whose reply did not end by itself, or did not arrive as a whole."""
+"""Marks of turns whose reply did not end by itself, or that could not be passed on as a whole."""
 UNRECEIVED = BROKEN_OFF | {TurnMark.UNANSWERED}
 """The same, and that of turns whose client left: nobody may have received the reply as a whole."""
 UNTRAINED = frozenset({TurnMark.NO_LOGPROBS, TurnMark.SHARED, TurnMark.NOT_TRAINABLE})
