@@ -117,6 +117,15 @@ def test_the_main_line_has_neither_side_calls_nor_sub_agents_nor_retries():
     assert kept(shape("thrown-away"), main_line) == ["t0"]
 
 
+def test_an_attempt_that_broke_off_is_not_the_main_line_of_a_rollout_with_one_call():
+    """The call was made again, and the client received that reply."""
+    trajectory = shape("thrown-away")
+    first, second = (msgspec.structs.replace(one, parent=None, turns=one.turns[:1]) for one in trajectory.sequences)
+    cut = msgspec.structs.replace(first, turns=[msgspec.structs.replace(first.turns[0], marks=("engine-aborted",))])
+    assert kept(msgspec.structs.replace(trajectory, sequences=[cut, second]), main_line) == ["t1"]
+    assert kept(msgspec.structs.replace(trajectory, sequences=[first, second]), main_line) == ["t0"]
+
+
 def test_the_main_line_continues_after_an_edit_of_the_context():
     assert kept(shape("respliced"), main_line) == ["t0", "t2"]
 

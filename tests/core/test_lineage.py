@@ -79,10 +79,11 @@ def test_of_equal_children_the_first_recorded_is_the_heir():
     assert names(forest) == [["t0", "t1"], ["t2"]]
 
 
-def test_of_leaves_a_complete_reply_goes_before_an_aborted_one():
+@pytest.mark.parametrize("mark", ["aborted", "engine-aborted", "upstream-broke", "engine-error", "uncertain", "unanswered"])
+def test_of_leaves_a_complete_reply_goes_before_one_that_broke_off(mark):
     forest = Forest()
     first = forest.add([1], [2])
-    forest.add([3], [4], first, marks=("aborted",))
+    forest.add([3], [4], first, marks=(mark,))
     forest.add([3], [5], first)
     assert names(forest) == [["t0", "t2"], ["t1"]]
 

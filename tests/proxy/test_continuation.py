@@ -275,6 +275,16 @@ async def test_a_continuation_that_finds_no_engine_ends_as_the_engine_ended_it(r
         assert answer[-1]["choices"][0]["finish_reason"] == "abort"
 
 
+@pytest.mark.parametrize("retry", [{}, {"X-Stainless-Retry-Count": "1"}], ids=["first", "marked retry"])
+async def test_a_whole_reply_that_broke_off_and_cannot_be_continued_is_sampled_again(rig, retry):
+    """It has no finish reason. Its turn is no whole reply: neither does a retry get it, nor is the new sample a second one."""
+    rig.engine.faults.extend([Fault.cut(after=9), Fault.answer(400, "{}")])
+    async with rig.http.post(rig.url + CHAT, json={"model": "sim", **ASK}, headers={HEADER: "s", **retry}) as answer:
+        assert said(await answer.json(), stream=False) == EXPECTED
+    cut, whole = await rig.store.turns("s")
+    assert (cut.marks, cut.finish_reason, whole.marks, whole.finish_reason) == (("engine-aborted",), "abort", (), "tool_calls")
+
+
 async def test_derender_fails_at_the_end(rig):
     """The tokens are recorded; the stream ends with an error."""
     derender = CHAT + "/derender"

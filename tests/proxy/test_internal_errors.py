@@ -44,6 +44,22 @@ async def test_a_recorded_reply_that_cannot_be_written_is_a_failure(monkeypatch)
         assert [(one["kind"], one["hole"]) for one in info["incidents"]] == [("internal-error", False)]
 
 
+async def test_a_retry_does_not_get_the_beginning_of_a_reply_that_could_not_be_written(monkeypatch):
+    async with proxied() as rig:
+        body = {"model": "sim", "messages": [user("EPISODE:talk")], "stream": True}
+        read, left = StreamDelivery._read_events, iter(range(5))
+        monkeypatch.setattr(StreamDelivery, "_read_events", lambda *given: read(*given) if next(left, 0) < 4 else 1 / 0)
+        with contextlib.suppress(aiohttp.ClientError):
+            async with rig.http.post(rig.url + CHAT, json=body, headers={HEADER: "s"}) as answer:
+                await answer.read()
+        monkeypatch.undo()
+        retry = {HEADER: "s", "X-Stainless-Retry-Count": "1"}
+        async with rig.http.post(rig.url + CHAT, json=body, headers=retry) as answer:
+            assert '"finish_reason":"stop"' in await answer.text()
+        cut, whole = await rig.store.turns("s")
+        assert (cut.marks, whole.marks) == (("internal-error",), ())
+
+
 @pytest.mark.parametrize("step", [*BEFORE, *AFTER])
 async def test_the_call_ends_with_an_incident(monkeypatch, step):
     async with proxied() as rig:

@@ -151,6 +151,24 @@ async def test_the_engines_own_spans_are_exact_where_the_trainers_are_not():
         assert turn.marks == ()
 
 
+@pytest.mark.parametrize(("style", "stream"), [("header", True), ("header", False), ("metadata", False)])
+async def test_one_version_of_a_whole_reply_is_not_believed_if_the_weights_changed_meanwhile(style, stream):
+    """A header has that of the first token, SGLang's metadata that of the last."""
+    async with trained(token_delay=0.002) as rig:
+        rig.engine.metadata.style, rig.engine.weights.label = style, "v1"
+        await announce(rig, version="v1")
+        before = await one_turn(rig, "before", stream=stream)
+        assert of(before)[:2] == ("reply", [("v1", 0, before.completion_tokens)])
+        call = asyncio.create_task(one_turn(rig, stream=stream))
+        await sampling(rig)
+        begun = await announce(rig, WEIGHTS + "/update", "POST", mode="keep")
+        rig.engine.weights.loaded = rig.engine.weights.label = "v2"
+        await announce(rig, f"{WEIGHTS}/update/{begun['id']}/finish", "POST", version="v2")
+        turn = await call
+        assert set(rig.ground_truth()[-1].versions) == {"v1", "v2"}
+        assert of(turn)[1:3] == ([(MIXED, 0, turn.completion_tokens)], MIXED)
+
+
 async def test_an_engine_that_reports_another_version_than_was_announced_is_believed():
     """An engine that comes back with older weights: its own report counts, and the prompt is not certain."""
     async with trained() as rig:

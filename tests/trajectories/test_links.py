@@ -100,13 +100,27 @@ def test_an_answer_that_was_continued_is_not_linked():
     assert found(talk) == []
 
 
-@pytest.mark.parametrize("changes", [{"calls": [("c2", "bash", "{}")]}, {"marks": ("aborted",)}], ids=["tool calls", "aborted"])
+@pytest.mark.parametrize(
+    "changes",
+    [{"calls": [("c2", "bash", "{}")]}, {"marks": ("aborted",)}, {"marks": ("engine-aborted",)}],
+    ids=["tool calls", "left", "aborted"],
+)
 def test_an_answer_that_is_not_the_end_of_a_conversation_is_not_linked(changes):
     talk = Talk()
     main = talk.call(TASK, calls=[("c1", "agent", "{}")], tools=TOOLS)
     talk.call([user("count")], ANSWER, **changes)
     talk.call([*talk.history(main), result("c1", ANSWER)], "So twelve, then.", after=main, tools=TOOLS)
     assert found(talk) == []
+
+
+def test_an_attempt_that_broke_off_is_no_second_source_of_the_answer():
+    """Its text is the beginning of that of the attempt which the client received."""
+    talk = Talk()
+    main = talk.call(TASK, calls=[("c1", "agent", "{}")], tools=TOOLS)
+    talk.call([user("count")], ANSWER[:20], marks=("engine-aborted",), finish_reason="abort")
+    helper = talk.call([user("count")], ANSWER)
+    talk.call([*talk.history(main), result("c1", ANSWER)], "So twelve, then.", after=main, tools=TOOLS)
+    assert [link.sources for link in found(talk)] == [[helper]]
 
 
 def test_a_message_that_is_older_than_the_answer_is_not_linked():

@@ -12,7 +12,7 @@ import msgspec
 
 from tokencache.core import ids
 from tokencache.core.lost_text import SAMPLE, SAMPLE_WITHOUT_CALLS, LostText, Markup, find_lost_text, markup_of
-from tokencache.core.turn import Tokens, Turn, TurnMark
+from tokencache.core.turn import UNRECEIVED, Tokens, Turn
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.engine.model import Model
 from tokencache.engine.pool import Pool
@@ -23,15 +23,6 @@ from tokencache.recent import Recent
 
 CACHED_TURNS = 8192
 """Number of turns of each model whose result is cached."""
-_BROKEN_OFF = frozenset({
-    TurnMark.ABORTED,
-    TurnMark.ENGINE_ABORTED,
-    TurnMark.UPSTREAM_BROKE,
-    TurnMark.ENGINE_ERROR,
-    TurnMark.INTERNAL_ERROR,
-    TurnMark.UNCERTAIN,
-    TurnMark.UNANSWERED,
-})  # fmt: skip
 _ARGUMENTS = RenderArgs(b"", b"", {}, {}, {}, None)
 
 
@@ -65,7 +56,7 @@ class LostTextMeter:
         return found
 
     async def _turn(self, turn: Turn, tokens: Tokens) -> LostText:
-        if not _BROKEN_OFF.isdisjoint(turn.marks):
+        if not UNRECEIVED.isdisjoint(turn.marks):
             return LostText(unknown="broken-off")
         if not turn.completion_tokens:
             return LostText()

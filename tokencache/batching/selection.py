@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from tokencache.core.outcome import OutcomeKind
-from tokencache.core.turn import TurnMark
+from tokencache.core.turn import UNRECEIVED, TurnMark
 from tokencache.core.weights import Announced
 from tokencache.trajectories.placeholders import TurnOrigin, with_sampled_placeholders
 from tokencache.trajectories.values import Sequence, Trajectory
@@ -203,10 +203,10 @@ def no_discarded_retries(trajectory: Trajectory, sequence: Sequence) -> str:
 def main_line(trajectory: Trajectory, sequence: Sequence) -> str:
     """Keep only the rollout itself: no sub-agents, side calls or retries.
 
-    The main line begins at the root whose tree has the most turns. It continues with the sequence that took over after the last turn: one
-    that took its context from there with edits (`resplice`, `plain`), or one that begins with a summary from there. The calls that wrote
-    these summaries (compactions in `links`) are part of it. Other branches, and side calls, are not. All rows are dropped if a limit of
-    length or lag left out so many turns that they may have been the main line.
+    The main line begins at the root whose tree has the most turns; among equals, at one whose last reply did not break off. It continues
+    with the sequence that took over after the last turn: one that took its context from there with edits (`resplice`, `plain`), or one that
+    begins with a summary from there. The calls that wrote these summaries (compactions in `links`) are part of it. Other branches, and side
+    calls, are not. All rows are dropped if a limit of length or lag left out so many turns that they may have been the main line.
     """
     line = _main_line(trajectory)
     if not line:
@@ -245,7 +245,7 @@ def _main_line(trajectory: Trajectory) -> list[str]:
         return []
     line: set[str] = set()
     while successors:
-        last = max(successors, key=lambda one: tree_turns[one.id])  # among equals the first
+        last = max(successors, key=lambda one: (tree_turns[one.id], _ended_whole(one)))  # among equals the first
         line.add(last.id)
         successors = [
             one
@@ -254,6 +254,10 @@ def _main_line(trajectory: Trajectory) -> list[str]:
         ]
     line |= {source for target, source in summaries.items() if target in line}
     return [sequence.id for sequence in trajectory.sequences if sequence.id in line]
+
+
+def _ended_whole(sequence: Sequence) -> bool:
+    return all(UNRECEIVED.isdisjoint(turn.marks) for turn in sequence.turns[-1:])
 
 
 def _began_after(before: Sequence, sequence: Sequence) -> bool:

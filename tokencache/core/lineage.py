@@ -1,7 +1,7 @@
 """Joins the turns of a session to sequences that a trainer can use in its loss.
 
 The turns form a forest: a turn's prompt starts with the prefix of its parent. One child of a turn, its *main child*, continues its
-sequence: the child with the deepest line after it; among equals a complete reply rather than an aborted one, then the first recorded.
+sequence: the child with the deepest line after it; among equals a complete reply rather than one that broke off, then the first recorded.
 Every other child (a retry with a discarded answer, a parallel sub-agent, a rollback) starts a sequence of its own. That sequence repeats
 the preceding tokens with mask 0. So every sampled token is trained exactly once, whatever the shape of the tree.
 """
@@ -13,7 +13,7 @@ import msgspec
 from tokencache.core import ids
 from tokencache.core.experts import ExpertPart, file_parts
 from tokencache.core.media import PlacedMedia
-from tokencache.core.turn import Tokens, Turn, TurnMark, extend_prefix, rebuild_prefix
+from tokencache.core.turn import UNRECEIVED, Tokens, Turn, TurnMark, extend_prefix, rebuild_prefix
 
 
 class SequenceTurn(msgspec.Struct, frozen=True):
@@ -111,7 +111,7 @@ def _main_children(turns: Sequence[Turn]) -> dict[str, str]:
     for turn in reversed(turns):  # children are recorded after their parents
         depth[turn.id] = 1 + best[turn.id][0][0] if turn.id in best else 0
         if turn.parent is not None:
-            rank = (depth[turn.id], TurnMark.ABORTED not in turn.marks)
+            rank = (depth[turn.id], UNRECEIVED.isdisjoint(turn.marks))
             if turn.parent not in best or rank >= best[turn.parent][0]:  # among equals the first recorded, which this loop reaches last
                 best[turn.parent] = (rank, turn.id)
     return {parent: child for parent, (_, child) in best.items()}

@@ -90,6 +90,17 @@ class TurnMark(Described):
     STALE_KV = "stale-kv", "the weights changed during the reply, and the engine kept, or may have kept, keys and values of the older ones"
 
 
+BROKEN_OFF = frozenset({
+    TurnMark.ABORTED,
+    TurnMark.ENGINE_ABORTED,
+    TurnMark.UPSTREAM_BROKE,
+    TurnMark.ENGINE_ERROR,
+    TurnMark.INTERNAL_ERROR,
+    TurnMark.UNCERTAIN,
+})  # fmt: skip
+"""Marks of turns whose reply did not end by itself, or that could not be passed on as a whole."""
+UNRECEIVED = BROKEN_OFF | {TurnMark.UNANSWERED}
+"""The same, and that of turns whose client left: nobody may have received the reply as a whole."""
 UNTRAINED = frozenset({TurnMark.NO_LOGPROBS, TurnMark.SHARED, TurnMark.NOT_TRAINABLE})
 """Marks of turns whose tokens are not trained: they have no log probabilities, or are not the policy's."""
 

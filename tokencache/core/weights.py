@@ -327,12 +327,13 @@ def check_version(version: str) -> None:
         raise ValueError(f"a version has at most {MAX_NAME} printable characters, without blanks at its ends")
 
 
-def read_spans(reported: Iterable[Any], tokens: int) -> list[WeightSpan]:
+def read_spans(reported: Iterable[Any], tokens: int, *, constant: bool = False) -> list[WeightSpan]:
     """Read the spans that an engine reports for a completion.
 
     Args:
         reported: objects with `version`, `start` and `end` (vLLM 0.33, SGLang).
         tokens: number of tokens of the completion.
+        constant: whether the weights did not change meanwhile. Then a version without `start` and `end` is that of all tokens.
 
     Returns:
         Spans that cover the completion in order. A gap, or a span without a usable version, is `MIXED`. Empty if nothing is readable, or
@@ -341,6 +342,8 @@ def read_spans(reported: Iterable[Any], tokens: int) -> list[WeightSpan]:
     spans: list[WeightSpan] = []
     covered = 0
     for item in reported:
+        if constant and isinstance(item, Mapping) and not {"start", "end"} & item.keys():
+            item = {**item, "start": 0, "end": tokens}  # noqa: PLW2901 - completed
         if not isinstance(item, Mapping) or not isinstance(item.get("start"), int) or not isinstance(item.get("end"), int):
             return []
         version = str(item.get("version", ""))

@@ -18,7 +18,7 @@ counts:
 3. the header `X-Weight-Version`: no known engine sends it. Your own worker or router can set it (NeMo RL's worker does not report the
    version).
 
-A single version for a whole reply is stored as one span. It cannot show a change in the middle of the reply.
+A single version for a whole reply cannot show a change in the middle of the reply. It counts if nothing else shows one.
 """
 
 from array import array
@@ -504,7 +504,7 @@ class Reply(msgspec.Struct, eq=False):
         return True
 
     def versions(self, index: int) -> Sequence[Any]:
-        """Return the weight versions of a choice as spans over its tokens, half-open; none if the engine reported none."""
+        """Return the weight versions of a choice: spans over its tokens, half-open, or one without a span; none if none was reported."""
         choice = self.choices[index]
         if choice.versions:
             return choice.versions
@@ -512,7 +512,7 @@ class Reply(msgspec.Struct, eq=False):
         if found is not None and isinstance(found.weight_versions, list) and found.weight_versions:
             return found.weight_versions
         version = found.weight_version if found is not None and found.weight_version is not None else self.version
-        return [{"version": version, "start": 0, "end": len(choice.ids)}] if version != "" and choice.ids else []
+        return [{"version": version}] if version != "" and choice.ids else []
 
     @property
     def refusal(self) -> int:

@@ -142,7 +142,7 @@ class VersionReading(msgspec.Struct, eq=False):
         same = (before.version, before.update) == (after.version, after.update) and before.version != MIXED
         if same and after.updating:
             same = after.state.update is not None and bool(after.state.update.mode)
-        spans = read_spans(reported, tokens)
+        spans = read_spans(reported, tokens, constant=same)
         source: VersionSource | Literal[""] = VersionSource.REPLY
         if not spans:
             version = before.version if same else MIXED

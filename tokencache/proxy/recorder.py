@@ -399,8 +399,8 @@ def _marks(facts: CallFacts, prompt: UsedPrompt, choice: Choice, sampled: _Sampl
     placeholders = model.capability.placeholder_ids if model is not None else ()
     marks = {
         TurnMark.ENGINE_DISAGREES: bool(prompt.difference),
-        facts.mark: bool(facts.mark),
         TurnMark.ENGINE_ABORTED: choice.finish_reason == "abort",
+        facts.mark: bool(facts.mark),  # after it: a reply without a finish reason has the same mark
         TurnMark.NO_LOGPROBS: bool(sampled.ids) and not sampled.logprobs,
         TurnMark.RAW_LOGPROBS: sampled.kind == "raw" and bool(bending(sampling)),
         TurnMark.UNCERTAIN: facts.judged.uncertain,

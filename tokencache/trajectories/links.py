@@ -7,7 +7,7 @@ Two things in a session return as text, and no token connects them:
 
 A link is evidence from the recorded texts, not a guess:
 
-- the text is that of an answer without tool calls, which no call continued, and which had ended before the request with it was sent;
+- the text is that of a whole answer without tool calls, which no call continued, and which had ended before the request with it was sent;
 - the message is none of the model's. It is linked where it first occurs;
 - the message consists of the whole answer, or contains it. The inside of `<summary>` in an answer counts too (Claude Code sends only that).
   White space does not count (Claude Code indents the answers of sub-agents), nor do JSON escapes (Codex writes them as JSON);
@@ -27,7 +27,7 @@ from typing import NamedTuple
 import msgspec
 
 from tokencache.core.context import Context, Raw
-from tokencache.core.turn import Turn, TurnMark
+from tokencache.core.turn import BROKEN_OFF, Turn
 from tokencache.dialects.chat.vocabulary import read_message
 from tokencache.trajectories.values import Link
 
@@ -97,7 +97,7 @@ def _answers(lines: Sequence[Line], contexts: Mapping[str, Context]) -> Iterator
     continued = {turn.parent for line in lines for turn in line.turns}
     for line in lines:
         for turn in line.turns:
-            if turn.id in continued or turn.id not in contexts or turn.served.calls or TurnMark.ABORTED in turn.marks:
+            if turn.id in continued or turn.id not in contexts or turn.served.calls or not BROKEN_OFF.isdisjoint(turn.marks):
                 continue
             if texts := _texts(turn.served.text):
                 yield _Answer(turn, contexts[turn.id], line.turns[0].created, texts)

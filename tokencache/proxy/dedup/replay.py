@@ -15,7 +15,7 @@ from enum import Enum
 import msgspec
 from aiohttp import web
 
-from tokencache.core.turn import Turn, TurnMark
+from tokencache.core.turn import BROKEN_OFF, Turn, TurnMark
 from tokencache.dialects.chat.reply import WrittenChoice, WrittenReply
 from tokencache.dialects.json_io import member
 from tokencache.engine.reply import Reply
@@ -25,8 +25,7 @@ from tokencache.proxy.engine_sender import with_request_id
 from tokencache.proxy.response import REQUEST_ID, Response
 from tokencache.store.base import Store, StoreError
 
-_CUT_OFF = frozenset({TurnMark.ABORTED, TurnMark.UPSTREAM_BROKE, TurnMark.ENGINE_ABORTED, TurnMark.ENGINE_ERROR})
-_NOT_WHOLE = _CUT_OFF | {TurnMark.UNCERTAIN}
+_CUT_OFF = BROKEN_OFF - {TurnMark.UNCERTAIN}
 
 
 def whole_reply_of(turns: Sequence[Turn], choices: int) -> tuple[Turn, ...]:
@@ -34,7 +33,7 @@ def whole_reply_of(turns: Sequence[Turn], choices: int) -> tuple[Turn, ...]:
     if not turns:
         return ()
     reply = tuple(sorted((turn for turn in turns if turn.call == turns[-1].call), key=lambda turn: turn.choice))
-    sound = all(turn.finish_reason and not turn.begun and _NOT_WHOLE.isdisjoint(turn.marks) for turn in reply)
+    sound = all(turn.finish_reason and not turn.begun and BROKEN_OFF.isdisjoint(turn.marks) for turn in reply)
     return reply if sound and len(reply) == choices else ()
 
 
