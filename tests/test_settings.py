@@ -144,6 +144,10 @@ def test_a_wrong_value_is_named_as_it_was_given(monkeypatch):
     [
         ("127.0.0.1", "http://127.0.0.1:8100", True),
         ("127.0.0.1", "http://gpu:8100,http://localhost:8100/v1", True),
+        ("localhost", "http://[::1]:8100", True),
+        ("127.0.0.1", "http://127.0.0.2:8100", False),
+        ("127.0.0.1", "http://[::1]:8100", False),
+        ("0.0.0.0", "http://127.0.0.2:8100", True),  # noqa: S104 - only compared
         ("::", "http://[::1]:8100", True),
         ("10.0.0.5", "http://10.0.0.5:8100", True),
         ("10.0.0.5", "http://127.0.0.1:8100", False),

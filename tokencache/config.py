@@ -34,6 +34,8 @@ PREFIX = "TOKENCACHE_"
 _MISSPELLED = 80.0
 """Least similarity, in percent, of a variable that is taken for a misspelled setting. Kubernetes and other programs set further ones."""
 
+_LOCALHOST = ({"localhost", "127.0.0.1"}, {"localhost", "::1"})
+"""Names of this machine that lead to the same listener; its other addresses are hosts of their own."""
 _KEYS = {"upstream_key", "admin_key"}
 """Settings whose values are shown to nobody."""
 _PLACES = {
@@ -299,10 +301,11 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _check_own_address(self) -> Self:
         """Check that no engine is the proxy itself: each request would be sent again and again."""
-        everywhere = is_loopback(self.host) or self.host in {"", "0.0.0.0", "::"}  # noqa: S104 - only compared
+        everywhere = self.host in {"", "0.0.0.0", "::"}  # noqa: S104 - only compared
         for url in names_in(self.upstream):
             host, port = urlsplit(url).hostname or "", urlsplit(url).port
-            if port == self.port and (host == self.host or (everywhere and is_loopback(host))):
+            same = host == self.host or (is_loopback(host) and (everywhere or {host, self.host} in _LOCALHOST))
+            if port == self.port and same:
                 raise ValueError(f"--upstream: {host}:{port} is the address of this proxy: name the engine's, or choose another --port")
         return self
 

@@ -10,21 +10,23 @@ from hypothesis import strategies as st
 from tests.batching.made import as_trajectory, shape
 from tests.core.forest import grow
 from tests.core.settings import SOME
+from tests.support.work import counting
 from tests.trajectories.rollouts import ROLLOUTS, TASK, TOOLS, Talk, of_forest, result, user
 from tokencache.batching.selection import (
     at_least,
     complete_only,
     main_line,
     no_discarded_retries,
+    no_placeholders,
     no_side_calls,
     policy_logprobs,
     rewarded,
     select,
 )
-from tokencache.trajectories.lengths import Lengths
+from tokencache.trajectories.lengths import LIMITS, Lengths
 from tokencache.trajectories.limiting import limit
 from tokencache.trajectories.rollout import rollout
-from tokencache.trajectories.values import Link, OverlongFigures
+from tokencache.trajectories.values import Link, OverlongFigures, StaleFigures
 
 RULES = [at_least(2), complete_only, main_line, no_discarded_retries, no_side_calls, rewarded]
 
@@ -224,6 +226,77 @@ def test_a_limit_that_leaves_out_a_small_branch_keeps_the_main_line():
     left_out = OverlongFigures(policy="drop", limits={}, dropped=1, turns=["t1"])
     figures = msgspec.structs.replace(trajectory.figures, overlong=left_out)
     assert kept(msgspec.structs.replace(trajectory, sequences=trajectory.sequences[:1], figures=figures), main_line) == ["t0"]
+
+
+def timed(forest, rng):
+    """Give turns the times at which they began, some at once with others, and tools to some."""
+    began = {}
+    for n, turn in enumerate(forest.turns):
+        before = max(began.get(turn.parent, 0), began.get(turn.origin, 0))
+        began[turn.id] = max(before, n + rng.choice([0.0, 0.5, 1.5]))
+    forest.turns = [msgspec.structs.replace(turn, created=began[turn.id], tools=rng.choice([0, 1, 1]), model="m") for turn in forest.turns]
+    return forest
+
+
+def random_summaries(made, rng):
+    """Some roots begin with the summary of an earlier turn; of some it is not known which turn wrote it."""
+    turns = sorted((span.turn for sequence in made.sequences for span in sequence.turns), key=lambda turn: int(turn.id[1:]))
+    for place, turn in enumerate(turns):
+        if place and turn.parent is None and rng.random() < 0.5:
+            sources = [one.id for one in rng.choices(turns[:place], k=rng.choice([1, 1, 2]))]
+            yield Link(kind="compaction", sources=sources, turn=turn.id, message=0, evidence="equal")
+
+
+def stale(made, rng):
+    """Leave out some sequences, as a limit of lag does."""
+    left = [sequence for sequence in made.sequences if rng.random() < 0.7]
+    turns = [span.turn.id for sequence in made.sequences if sequence not in left for span in sequence.turns]
+    figures = msgspec.structs.replace(made.figures, stale=StaleFigures(max_lag=1, current="3", turns=turns))
+    return msgspec.structs.replace(made, sequences=tuple(left), weights=(0.0,) * len(left), figures=figures)
+
+
+@pytest.mark.parametrize("rule", [main_line, no_discarded_retries, no_side_calls])
+@pytest.mark.parametrize("overlong", ["drop", "cut"])
+@SOME
+@given(seed=st.integers(0, 2**32))
+def test_a_limit_lets_no_rule_keep_a_row_that_it_drops_from_the_whole_rollout(rule, overlong, seed):
+    rng = random.Random(seed)
+    made = of_forest(timed(grow(rng), rng))
+    links = [*random_summaries(made, rng)]
+    allowed = {*kept(as_trajectory(made, links=links), rule)}
+    for length in {span.completion[1] for sequence in made.sequences for span in sequence.turns}:
+        for name in LIMITS:
+            left = limit(made, Lengths(overlong, **{name: max(1, length - rng.randint(0, 2))}))
+            left = stale(left, rng) if rng.random() < 0.3 else left
+            assert {*kept(as_trajectory(left, links=links), rule)} <= allowed
+
+
+def test_a_sequence_whose_start_a_limit_left_out_is_no_main_line():
+    talk = Talk()
+    first = talk.call(TASK, calls=[("c0", "bash", "{}")], tools=TOOLS)
+    talk.call([*talk.history(first), result("c0", "12 a.py" * 90)], calls=[("c1", "bash", "{}")], after=first, tools=TOOLS)
+    edited = talk.call([user("Shorter.")], calls=[("c2", "bash", "{}")], tools=TOOLS, match="resplice", origin=first)
+    talk.change(edited, created=talk.turns[1].created - 0.5)
+    later = talk.call([*talk.history(edited), result("c2", "2")], calls=[("c3", "bash", "{}")], after=edited, tools=TOOLS)
+    talk.call([*talk.history(later), result("c3", "3")], "OK", after=later, tools=TOOLS)
+    assert kept(as_trajectory(rollout(talk.records())), main_line) == [first]
+    left = as_trajectory(limit(rollout(talk.records()), Lengths("drop", max_length=500)))
+    assert [sequence.id for sequence in left.sequences] == [edited]
+    (dropped,) = select([left], main_line, keep_invalid=True).dropped
+    assert "a limit left out turns" in dropped.reason
+
+
+@pytest.mark.parametrize("rule", [main_line, no_discarded_retries, no_placeholders, no_side_calls])
+def test_the_work_of_a_rule_grows_with_the_number_of_sequences(rule):
+    whole = shape("thrown-away")
+    main, retry = whole.sequences
+    branches = [
+        msgspec.structs.replace(retry, id=f"b{n}", turns=[msgspec.structs.replace(retry.turns[0], turn=f"b{n}")]) for n in range(400)
+    ]
+    few, many = (msgspec.structs.replace(whole, sequences=[main, *branches[:n]]) for n in (100, 400))
+    with counting() as work:
+        small, large = (work.of(lambda one=one: select([one], rule, keep_invalid=True)) for one in (few, many))
+    assert large < 5 * small
 
 
 def test_an_incomplete_session_is_dropped_with_its_incidents():

@@ -271,18 +271,21 @@ async def test_convert_says_what_is_missing(shell, tmp_path):
     assert "not a native rollout" in again.stderr
 
 
-async def test_a_failed_conversion_keeps_its_source_and_leaves_nothing_else(shell, tmp_path):
+@pytest.mark.parametrize("ending", ["", "/"])
+async def test_a_failed_conversion_keeps_its_source_and_leaves_nothing_else(shell, tmp_path, ending):
     await record(shell.rig, "a")
     path, source = tmp_path / "a.jsonl", tmp_path / "a.jsonl.part"  # what an interrupted export leaves
     await shell("export", "a", "--to", str(path))
     path.rename(source)
     whole = source.read_bytes()
-    assert "choose another name" in (await shell("convert", str(source), "--to", str(path), far=False, code=1)).stderr
+    assert "choose another name" in (await shell("convert", str(source), "--to", str(path) + ending, far=False, code=1)).stderr
     assert source.read_bytes() == whole
     (tmp_path / "b.jsonl.gz.part").symlink_to("/dev/full")
-    full = await shell("convert", str(source), "--to", str(tmp_path / "b.jsonl.gz"), far=False, code=1)
+    full = await shell("convert", str(source), "--to", str(tmp_path / "b.jsonl.gz") + ending, far=False, code=1)
     assert "No space left on device" in full.stderr
     assert [*tmp_path.glob("b.*")] == []
+    for nameless in ("", "/", "."):
+        assert "the name must end with" in (await shell("convert", str(source), "--to", nameless, far=False, code=1)).stderr
 
 
 @pytest.mark.parametrize("wanted", some(FORMATS, 4))

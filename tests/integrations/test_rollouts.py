@@ -185,6 +185,10 @@ async def test_a_reward_of_a_sequence_that_went_on_elsewhere_is_not_used(rig):
     session = rig.client.session(failed.session)
     state = await session.state()
     assert (state.complete, state.valid, [incident.kind for incident in state.incidents]) == (False, False, ["reward-outdated"])
+    assert [one for one in await rig.client.sessions() if one.session == failed.session] == [state]
+    async with rig.http.get(f"{rig.url}/tokencache/v1/summaries", params={"incident": "reward-outdated"}) as answer:
+        assert [one["session"] for one in (await answer.json())["sessions"]] == [failed.session]
+    assert (await rig.client.queue()).invalid == 1
     trajectory = await session.trajectory()
     await session.set_reward(0.5, sequences={one.id: 0.25 for one in trajectory.sequences})
     again = await session.trajectory()

@@ -143,6 +143,13 @@ async def test_a_url_that_no_engine_can_have_is_named(recorded, tmp_path, url):
     assert f"'{url}' is not the base URL of an engine" in said
 
 
+async def test_a_web_proxy_that_httpx_cannot_use_is_named(recorded, tmp_path, monkeypatch):
+    monkeypatch.setenv("ALL_PROXY", "socks5://gateway:1080")
+    said = await score(recorded[2], "--engine", "http://gpu2:8000", "--to", tmp_path / "scores.jsonl", code=1)
+    assert "ALL_PROXY cannot be used: Using SOCKS proxy, but the 'socksio' package is not installed" in said
+    assert "(if http://gpu2:8000 is reached without it, unset the variable)" in said
+
+
 async def test_a_run_that_lost_its_engine_is_resumed(recorded, tmp_path):
     engine, url, path, rollouts = recorded
     to, journal = tmp_path / "scores.jsonl", tmp_path / "scores.jsonl.scored"

@@ -13,7 +13,7 @@ from aiohttp import web
 from tokencache.api.admission import AdmissionWait
 from tokencache.api.http import flag, json_response, not_found, number, read_body
 from tokencache.api.queue import SessionQueue
-from tokencache.api.reader import no_session, state_object
+from tokencache.api.reader import no_session, owed_incidents, state_object
 from tokencache.api.requests import Finish, NewReward
 from tokencache.core.fork import turns_to_share
 from tokencache.core.lineage import lineages
@@ -63,7 +63,7 @@ class LifecycleRoutes:
         """Define a session."""
         asked = await read_body(request, NewSession)
         name, created = await self._define(asked, request)
-        state = self._state(await self._existing(name)) | self._urls(name) | self._warnings(asked)
+        state = await self._state(await self._existing(name)) | self._urls(name) | self._warnings(asked)
         return json_response(state, status=HTTPStatus.CREATED if created else HTTPStatus.OK)
 
     async def register_key(self, request: web.Request) -> web.StreamResponse:
@@ -117,7 +117,7 @@ class LifecycleRoutes:
         if not await self._store.set_labels(name, changes):
             raise no_session(name)
         self._ledger.changed.notify()
-        return json_response(self._state(await self._existing(name)))
+        return json_response(await self._state(await self._existing(name)))
 
     async def finish(self, request: web.Request) -> web.StreamResponse:
         """Finish a session, and store what is given with it."""
@@ -133,7 +133,7 @@ class LifecycleRoutes:
             await self._store.add_reward(info.id, reward)
         if not await finish(self._ledger, info, outcome):
             raise no_session(info.id)
-        return json_response(self._state(await self._existing(info.id)))
+        return json_response(await self._state(await self._existing(info.id)))
 
     async def seal(self, request: web.Request) -> web.StreamResponse:
         """Seal a session."""
@@ -157,7 +157,7 @@ class LifecycleRoutes:
         sealed = await self._existing(name)
         if sealed.open_calls:
             await self._store.watch(name, HEARTBEAT_SECONDS)
-        return json_response(self._state(sealed))
+        return json_response(await self._state(sealed))
 
     async def delete(self, request: web.Request) -> web.StreamResponse:
         """Delete a session."""
@@ -276,8 +276,8 @@ class LifecycleRoutes:
             raise no_session(name)
         return info
 
-    def _state(self, info: SessionInfo) -> dict[str, Any]:
-        return state_object(info, self._ledger.unsaved(info.id))
+    async def _state(self, info: SessionInfo) -> dict[str, Any]:
+        return state_object(info, await owed_incidents(self._ledger, info))
 
 
 def _refuse_unknown(what: str, given: Mapping[str, float], known: Collection[str], session: str) -> None:

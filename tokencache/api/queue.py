@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 from tokencache import metrics
 from tokencache.api.demand import Candidate, Demands, Gathering, asks_for, group_state, is_ready, lacks_reward, read_demands, write_demand
 from tokencache.api.listing import store_tag
+from tokencache.api.reader import owed_incidents
 from tokencache.api.requests import Acknowledge, Await, Deliveries, Extend, Take
 from tokencache.backoff import delays
 from tokencache.core.session import SessionStage
@@ -185,7 +186,7 @@ class SessionQueue:
         return {
             "candidates": len(free),
             "ready": sum(is_ready(one.info) for one in free),
-            "invalid": sum(not self._is_valid(one.info) for one in free),
+            "invalid": [await self._is_valid(one.info) for one in free].count(False),
             "taken": len(found) - len(free),
             "consumers": dict(Counter(one.entry.consumer for one in found if one.entry.leased)),
             "groups": await self._groups(free),
@@ -359,8 +360,8 @@ class SessionQueue:
             await self.lost.close(info)  # it is ready when it is looked at again
         return is_ready(info)
 
-    def _is_valid(self, info: SessionInfo) -> bool:
-        return bool(worth_object(info, self._ledger.unsaved(info.id))["valid"])
+    async def _is_valid(self, info: SessionInfo) -> bool:
+        return bool(worth_object(info, await owed_incidents(self._ledger, info))["valid"])
 
     async def _delete(self, delivery: str) -> int:
         """Delete the sessions of a delivery, which nobody can take any more. Returns how many there were."""

@@ -1,6 +1,7 @@
 """Reads a session from the store, together with incidents that the store could not save yet."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from tokencache.engine.announced_weights import AnnouncedWeights
 from tokencache.errors import HarnessError
 from tokencache.proxy.ledger import Ledger
 from tokencache.session_url import check_name
-from tokencache.store.base import SessionInfo
+from tokencache.store.base import DamagedError, SessionInfo
 from tokencache.trajectories.formats.native import incident_object, labels_object, reward_object
 from tokencache.trajectories.rollout import Records, current_reward, past_incidents, worth_object
 
@@ -75,17 +76,23 @@ class SessionReader:
             raise no_session(info.id)
         return turns
 
-    async def owed(self, info: SessionInfo) -> list[Incident]:
-        """Return the incidents that the store does not have: those that could not be saved yet, and one for outdated rewards."""
-        unsaved, reward = self._ledger.unsaved(info.id), info.reward
-        if reward is None or not reward.sequences or reward.recorded == info.turns:
-            return [*unsaved]
-        return [*unsaved, *current_reward(info, await self._store.turns(info.id))[1]]
-
     async def is_gone(self, info: SessionInfo) -> bool:
         """Whether a session was deleted, and perhaps created again."""
         now = await self._store.session(info.id)
         return now is None or now.epoch != info.epoch
+
+
+async def owed_incidents(ledger: Ledger, info: SessionInfo) -> list[Incident]:
+    """Return the incidents of a session that the store does not have: those that could not be saved yet, and one for outdated rewards.
+
+    Only an export says that the turns of a session are damaged.
+    """
+    unsaved, reward = ledger.unsaved(info.id), info.reward
+    if reward is None or not reward.sequences or reward.recorded == info.turns:
+        return [*unsaved]
+    with suppress(DamagedError):
+        return [*unsaved, *current_reward(info, await ledger.store.turns(info.id))[1]]
+    return [*unsaved]
 
 
 def state_object(info: SessionInfo, owed: Sequence[Incident]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from tokencache.api.lifecycle import LifecycleRoutes
 from tokencache.api.listing import listed
 from tokencache.api.openapi import BASE, DRIFT_MODES, document, register
 from tokencache.api.queue import SessionQueue, TakenDelivery, lag_limit
-from tokencache.api.reader import SessionReader, state_object
+from tokencache.api.reader import SessionReader, owed_incidents, state_object
 from tokencache.api.requests import Acknowledge, Await, Deliveries, Extend, Take
 from tokencache.core.session import Reward
 from tokencache.engine.announced_weights import AnnouncedWeights
@@ -134,10 +134,10 @@ class _TrainerApi:
 
     async def sessions(self, request: web.Request) -> web.StreamResponse:
         found, cursor = await listed(request, self._ledger)
-        return json_response({"sessions": [self._state(info) for info in found], "cursor": cursor})
+        return json_response({"sessions": [await self._state(info) for info in found], "cursor": cursor})
 
     async def session(self, request: web.Request) -> web.StreamResponse:
-        return json_response(await self._whole_state(await self._reader.info(request)))
+        return json_response(await self._state(await self._reader.info(request)))
 
     async def turns(self, request: web.Request) -> web.StreamResponse:
         info = await self._reader.info(request)
@@ -172,7 +172,7 @@ class _TrainerApi:
     async def wait(self, request: web.Request) -> web.StreamResponse:
         asked = await read_body(request, Await, invalid=HTTPStatus.UNPROCESSABLE_ENTITY)
         finished, unknown = await self._queue.wait(asked)
-        return json_response({"finished": [self._state(info) for info in finished], "unknown": unknown})
+        return json_response({"finished": [await self._state(info) for info in finished], "unknown": unknown})
 
     async def queue(self, _request: web.Request) -> web.StreamResponse:
         return json_response(await self._queue.counts())
@@ -197,7 +197,7 @@ class _TrainerApi:
         return json_response({"extended": asked.deliveries})
 
     async def _delivery(self, one: TakenDelivery) -> dict[str, Any]:
-        sessions = [await self._whole_state(info) for info in one.sessions]
+        sessions = [await self._state(info) for info in one.sessions]
         valid = [state["session"] for state in sessions if state["valid"]]
         return {
             "id": one.id,
@@ -209,9 +209,5 @@ class _TrainerApi:
             "sessions": sessions,
         }
 
-    async def _whole_state(self, info: SessionInfo) -> dict[str, Any]:
-        """Write the state of a session as its export has it: with what only its turns show."""
-        return state_object(info, await self._reader.owed(info))
-
-    def _state(self, info: SessionInfo) -> dict[str, Any]:
-        return state_object(info, self._ledger.unsaved(info.id))
+    async def _state(self, info: SessionInfo) -> dict[str, Any]:
+        return state_object(info, await owed_incidents(self._ledger, info))

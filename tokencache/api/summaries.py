@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from tokencache.api.kept import Kept
+from tokencache.api.reader import owed_incidents
 from tokencache.core.incidents import IncidentKind
 from tokencache.core.outcome import Outcome, OutcomeKind
 from tokencache.errors import HarnessError
@@ -146,7 +147,7 @@ class SessionList:
     async def _read(self) -> list[SessionSummary]:
         listing = []
         async for info in self._ledger.store.sessions():
-            listing.append(summarize(info, self._ledger.unsaved(info.id)))
+            listing.append(summarize(info, await owed_incidents(self._ledger, info)))
             if not len(listing) % _PAUSE_EVERY:
                 await asyncio.sleep(0)
         return sorted(listing, key=lambda one: (-one.used, one.session))

@@ -11,7 +11,9 @@ row is listed with the rule and the reason, so no row is lost silently. Your own
         return "is longer than 8,192 tokens" if sequence.tokens > 8192 else ""
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable
+from functools import partial
+from types import FunctionType
 from typing import NamedTuple
 
 from tokencache.core.outcome import OutcomeKind
@@ -23,6 +25,8 @@ from tokencache.trajectories.versions import LagLimit
 
 Rule = Callable[[Trajectory, Sequence], str]
 """Returns why a row is dropped; `""` to keep it."""
+RowTest = Callable[[Sequence], str]
+"""The same for the rows of one trajectory."""
 
 
 class TrainingRow(NamedTuple):
@@ -87,10 +91,11 @@ def select(trajectories: Iterable[Trajectory], *rules: Rule, keep_invalid: bool 
     without_rows: list[str] = []
     for trajectory in trajectories:
         before = len(kept)
+        tests = [(rule, _of_trajectory(rule, trajectory)) for rule in rules]
         for sequence in trajectory.sequences:
             row = TrainingRow(trajectory, sequence)
-            for rule in rules:
-                if reason := rule(trajectory, sequence):
+            for rule, test in tests:
+                if reason := test(sequence):
                     dropped.append(DroppedRow(row, getattr(rule, "__name__", type(rule).__name__), reason))
                     break
             else:
@@ -98,6 +103,12 @@ def select(trajectories: Iterable[Trajectory], *rules: Rule, keep_invalid: bool 
         if len(kept) == before:
             without_rows.append(trajectory.session)
     return Selection(kept, dropped, without_rows)
+
+
+def _of_trajectory(rule: Rule, trajectory: Trajectory) -> RowTest:
+    """Return the test that a rule is for the sequences of a trajectory."""
+    of_trajectory = _OF_TRAJECTORY.get(rule) if isinstance(rule, FunctionType) else None
+    return of_trajectory(trajectory) if of_trajectory else partial(rule, trajectory)
 
 
 def trained_only(trajectory: Trajectory, sequence: Sequence) -> str:  # noqa: ARG001
@@ -130,12 +141,17 @@ def rewarded(trajectory: Trajectory, sequence: Sequence) -> str:  # noqa: ARG001
 
 def no_placeholders(trajectory: Trajectory, sequence: Sequence) -> str:
     """Drop rows in which the model sampled tokens that stand for parts of images, or that repeat such a reply (`docs/images.md`)."""
+    return _no_placeholders(trajectory)(sequence)
+
+
+def _no_placeholders(trajectory: Trajectory) -> RowTest:
     tainted = with_sampled_placeholders(
         TurnOrigin(turn.turn, turn.parent, [anchor.turn for anchor in turn.anchors], turn.marks)
         for one in trajectory.sequences
         for turn in one.turns
     )
-    return "the model sampled tokens that stand for parts of images" if any(turn.turn in tainted for turn in sequence.turns) else ""
+    reason = "the model sampled tokens that stand for parts of images"
+    return lambda sequence: reason if any(turn.turn in tainted for turn in sequence.turns) else ""
 
 
 def policy_logprobs(trajectory: Trajectory, sequence: Sequence) -> str:  # noqa: ARG001
@@ -183,11 +199,15 @@ def no_side_calls(trajectory: Trajectory, sequence: Sequence) -> str:
     Another sequence of the session has tools or is continued, or may have been: a limit left out sequences. A call whose answer returned in
     another call (`links`), such as the summary of a compaction, is not a side call.
     """
-    if not _is_single(sequence) or _returned(trajectory, sequence):
-        return ""
+    return _no_side_calls(trajectory)(sequence)
+
+
+def _no_side_calls(trajectory: Trajectory) -> RowTest:
+    returned = _returned(trajectory)
+    reason = "is a side call: it offers no tools, and no later call continues it"
     if all(_is_single(other) for other in trajectory.sequences):
-        return "may be a side call of what a limit left out: fetch without limits" if _left_out(trajectory) else ""
-    return "is a side call: it offers no tools, and no later call continues it"
+        reason = "may be a side call of what a limit left out: fetch without limits" if _left_out(trajectory) else ""
+    return lambda sequence: "" if not _is_single(sequence) or returned(sequence) else reason
 
 
 def no_discarded_retries(trajectory: Trajectory, sequence: Sequence) -> str:
@@ -195,9 +215,13 @@ def no_discarded_retries(trajectory: Trajectory, sequence: Sequence) -> str:
 
     Such a sequence branches off another one, and its answer did not return in another call (`links`).
     """
-    if sequence.start != "branch" or sequence.continued or _returned(trajectory, sequence):
-        return ""
-    return "is a retry or a fork that no later call continues"
+    return _no_discarded_retries(trajectory)(sequence)
+
+
+def _no_discarded_retries(trajectory: Trajectory) -> RowTest:
+    returned = _returned(trajectory)
+    reason = "is a retry or a fork that no later call continues"
+    return lambda sequence: "" if sequence.start != "branch" or sequence.continued or returned(sequence) else reason
 
 
 def main_line(trajectory: Trajectory, sequence: Sequence) -> str:
@@ -206,12 +230,27 @@ def main_line(trajectory: Trajectory, sequence: Sequence) -> str:
     The main line begins at the root whose tree has the most turns; among equals, at one whose last reply did not break off. It continues
     with the sequence that took over after the last turn: one that took its context from there with edits (`resplice`, `plain`), or one that
     begins with a summary from there. The calls that wrote these summaries (compactions in `links`) are part of it. Other branches, and side
-    calls, are not. All rows are dropped if a limit of length or lag left out so many turns that they may have been the main line.
+    calls, are not. If a limit of length or lag left out turns, a row is dropped unless it is on the main line whatever these turns were.
     """
-    line = _main_line(trajectory)
-    if not line:
-        return "which line is the main one is not known, because a limit left out turns: fetch without limits"
-    return "" if sequence.id in line else f"is not on the main line, which is {', '.join(line)}"
+    return _main_line(trajectory)(sequence)
+
+
+def _main_line(trajectory: Trajectory) -> RowTest:
+    line = _MainLine(trajectory).ids()
+    reason = f"is not on the main line, which is {', '.join(line)}"
+    if _turns_left_out(trajectory):
+        reason = "may not be on the main line, because a limit left out turns: fetch without limits"
+    certain = {*line}
+    return lambda sequence: "" if sequence.id in certain else reason
+
+
+_OF_TRAJECTORY: dict[object, Callable[[Trajectory], RowTest]] = {
+    no_placeholders: _no_placeholders,
+    no_side_calls: _no_side_calls,
+    no_discarded_retries: _no_discarded_retries,
+    main_line: _main_line,
+}
+"""The rules that compare a sequence with all others. Each reads a trajectory once for all its sequences."""
 
 
 def _is_single(sequence: Sequence) -> bool:
@@ -225,84 +264,101 @@ def _left_out(trajectory: Trajectory) -> bool:
     return bool((overlong and overlong.dropped) or (stale and stale.turns))
 
 
-def _returned(trajectory: Trajectory, sequence: Sequence) -> bool:
-    """Whether an answer of a sequence returned as text in another call."""
-    own = {turn.turn for turn in sequence.turns}
-    return any(not own.isdisjoint(link.sources) for link in trajectory.links)
+def _turns_left_out(trajectory: Trajectory) -> list[str]:
+    """Return the ids of the turns that limits of length and lag left out."""
+    overlong, stale = trajectory.figures.overlong, trajectory.figures.stale
+    return list(dict.fromkeys(turn for figures in (overlong, stale) if figures is not None for turn in figures.turns))
 
 
-def _main_line(trajectory: Trajectory) -> list[str]:
-    """Return the ids of the sequences of the main line, in the order of the trajectory; none if turns are missing that may have been it."""
-    summaries = _summaries(trajectory)
-    parents = _parents(trajectory, summaries)
-    tree_turns, missing = _turns(trajectory)  # of a sequence, and below of all that follow from it
-    for sequence in reversed(trajectory.sequences):  # a parent comes before its children
-        if parent := parents[sequence.id]:
-            tree_turns[parent] += tree_turns[sequence.id]
-    successors = [sequence for sequence in trajectory.sequences if not parents[sequence.id]]
-    second, first = sorted([0, 0, *(tree_turns[one.id] for one in successors)])[-2:]
-    if missing and first <= second + missing:
-        return []
-    line: set[str] = set()
-    while successors:
-        last = max(successors, key=lambda one: (tree_turns[one.id], _ended_whole(one)))  # among equals the first
-        line.add(last.id)
-        successors = [
-            one
-            for one in trajectory.sequences
-            if parents[one.id] == last.id and one.start != "branch" and _began_after(last, one) and not no_side_calls(trajectory, one)
-        ]
-    line |= {source for target, source in summaries.items() if target in line}
-    return [sequence.id for sequence in trajectory.sequences if sequence.id in line]
+def _returned(trajectory: Trajectory) -> Callable[[Sequence], bool]:
+    """Return whether an answer of a sequence returned as text in another call."""
+    sources = {source for link in trajectory.links for source in link.sources}
+    return lambda sequence: any(turn.turn in sources for turn in sequence.turns)
 
 
 def _ended_whole(sequence: Sequence) -> bool:
+    """Whether the last reply did not break off, as far as it is known: a limit may have cut that one off."""
     return all(UNRECEIVED.isdisjoint(turn.marks) for turn in sequence.turns[-1:])
 
 
-def _began_after(before: Sequence, sequence: Sequence) -> bool:
-    """Whether a sequence, which took its context from another one, began when that had ended.
+class _MainLine:
+    """Finds the main line of a trajectory.
 
-    Of one that is cut the end is not there. What took its context from a turn that is left began before the turns that are not.
+    Attributes:
+        trajectory: the trajectory.
+        summaries: for each sequence that begins with a summary the turn that wrote it.
+        sequence_of: the sequence of each turn. All sequences are named by their ids.
+        parents: for each sequence the one from which it took its context, as tokens or as a summary; `""` if there is none, and `None` if
+            a limit left that out.
+        turns: for each sequence the number of its turns and of those that follow from it.
+        missing: number of turns that may follow from any sequence, or from none: those that limits left out, and those that took their
+            context from these.
+        last_of_cut: the last turn of the only sequence that a limit cut, if it is known.
     """
-    first = sequence.turns[0]
-    if before.overlong == "cut":
-        return all(turn.turn != first.origin for turn in before.turns)
-    return first.created >= before.turns[-1].created
 
+    def __init__(self, trajectory: Trajectory) -> None:
+        self.trajectory = trajectory
+        self.sequence_of = {turn.turn: sequence.id for sequence in trajectory.sequences for turn in sequence.turns}
+        self.summaries = {link.turn: link.sources[0] for link in trajectory.links if link.kind == "compaction" and len(link.sources) == 1}
+        left_out = _turns_left_out(trajectory)
+        self.parents = self._parents(set(left_out))
+        self.turns = {sequence.id: len(sequence.turns) for sequence in trajectory.sequences}
+        self.missing, self.last_of_cut = len(left_out), ""
+        cut = [sequence.id for sequence in trajectory.sequences if sequence.overlong == "cut"]
+        if len(cut) == 1 and not _left_out(trajectory):
+            self.turns[cut[0]] += len(left_out)
+            self.missing, self.last_of_cut = 0, left_out[-1]
+        for sequence in reversed(trajectory.sequences):  # a parent comes before its children
+            parent = self.parents[sequence.id]
+            if parent is None:
+                self.missing += self.turns[sequence.id]
+            elif parent:
+                self.turns[parent] += self.turns[sequence.id]
 
-def _turns(trajectory: Trajectory) -> tuple[dict[str, int], int]:
-    """Count the recorded turns of each sequence. Also returns how many turns limits left out that may belong to any sequence."""
-    turns = {sequence.id: len(sequence.turns) for sequence in trajectory.sequences}
-    overlong, stale = trajectory.figures.overlong, trajectory.figures.stale
-    missing = {turn for figures in (overlong, stale) if figures is not None for turn in figures.turns}
-    cut = [sequence.id for sequence in trajectory.sequences if sequence.overlong == "cut"]
-    if len(cut) == 1 and not _left_out(trajectory):
-        turns[cut[0]] += len(missing)
-        return turns, 0
-    return turns, len(missing)
+    def _parents(self, left_out: Container[str]) -> dict[str, str | None]:
+        starts = {sequence.id: sequence.start for sequence in self.trajectory.sequences}
+        parents: dict[str, str | None] = {}
+        for sequence in self.trajectory.sequences:  # a parent comes before its children
+            writer = self.summaries.get(sequence.id, "")
+            if sequence.parent in starts:
+                parents[sequence.id] = sequence.parent
+            elif sequence.parent in left_out or writer in left_out:
+                parents[sequence.id] = None
+            else:
+                source = self.sequence_of.get(writer, "")  # a branch may write the summary of its parent
+                parents[sequence.id] = parents[source] if starts.get(source) == "branch" else source
+        return parents
 
+    def ids(self) -> list[str]:
+        """Return the ids of the sequences that are certainly on the main line, in the order of the trajectory."""
+        no_side_call = _no_side_calls(self.trajectory)
+        children: dict[str | None, list[Sequence]] = {}
+        for sequence in self.trajectory.sequences:
+            children.setdefault(self.parents[sequence.id], []).append(sequence)
+        line: set[str] = set()
+        last = self._largest(children.get("", []))
+        while last is not None:
+            line.add(last.id)
+            taken = [one for one in children.get(last.id, []) if one.start != "branch" and not no_side_call(one)]
+            last = self._successor(last, taken)
+        line |= {self.sequence_of[self.summaries[one]] for one in line if self.summaries.get(one) in self.sequence_of}
+        return [sequence.id for sequence in self.trajectory.sequences if sequence.id in line]
 
-def _summaries(trajectory: Trajectory) -> dict[str, str]:
-    """Return for each sequence that begins with a summary the sequence whose turn wrote it. Both are ids."""
-    sequence_of = {turn.turn: sequence.id for sequence in trajectory.sequences for turn in sequence.turns}
-    found = {}
-    for link in trajectory.links:
-        if link.kind == "compaction" and len(link.sources) == 1:
-            target, source = sequence_of.get(link.turn), sequence_of.get(link.sources[0])
-            if target and source:  # a limit of length may leave turns out
-                found[target] = source
-    return found
+    def _largest(self, sequences: list[Sequence]) -> Sequence | None:
+        """Return the one from which the most turns follow; `None` if that depends on turns that are missing.
 
+        Among equals one whose last reply did not break off, and then the first.
+        """
+        most = max((self.turns[one.id] for one in sequences), default=0)
+        largest = [one for one in sequences if self.turns[one.id] == most]
+        others = max((self.turns[one.id] for one in sequences if self.turns[one.id] < most), default=0)
+        if self.missing and (len(largest) > 1 or most <= others + self.missing):
+            return None
+        return max(largest, key=_ended_whole, default=None)
 
-def _parents(trajectory: Trajectory, summaries: Mapping[str, str]) -> dict[str, str]:
-    """Return for each sequence the one from which it took its context, as tokens or as a summary; `""` if there is none."""
-    starts = {sequence.id: sequence.start for sequence in trajectory.sequences}
-    parents: dict[str, str] = {}
-    for sequence in trajectory.sequences:  # a parent comes before its children
-        parent = sequence.parent if sequence.parent in starts else None
-        source = summaries.get(sequence.id, "")
-        if parent is None and source in parents:
-            parent = parents[source] if starts[source] == "branch" else source  # a branch may write the summary of its parent
-        parents[sequence.id] = parent or ""
-    return parents
+    def _successor(self, before: Sequence, taken: list[Sequence]) -> Sequence | None:
+        """Return the sequence that certainly took over when another one had ended, of those that took their context from it."""
+        if before.overlong != "cut":
+            return self._largest([one for one in taken if one.turns[0].created >= before.turns[-1].created])
+        largest = self._largest(taken)  # when it ended is not known, only that its last turn came before what took its context from that
+        return largest if largest is not None and largest.turns[0].origin == self.last_of_cut else None

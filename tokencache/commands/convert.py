@@ -10,7 +10,7 @@ import typer
 from tokencache.commands import files
 from tokencache.commands.completion import complete_format
 from tokencache.commands.console import BlockSizeOption, failed, plural
-from tokencache.commands.sink import PART, FileError
+from tokencache.commands.sink import FileError, part_of
 from tokencache.errors import HarnessError
 from tokencache.trajectories.digest import digest_of, recorded_digest
 from tokencache.trajectories.formats.reading import has_text, read_native
@@ -34,8 +34,8 @@ def convert_file(
 
     tokencache convert rollouts.jsonl --format verl --to verl.jsonl
     """
-    part = Path(to + PART)
-    if source.exists() and part.exists() and source.samefile(part):
+    part = part_of(Path(to)) if Path(to).name else None  # what has no name is refused below
+    if part is not None and source.exists() and part.exists() and source.samefile(part):
         raise failed(f"{source} would be overwritten, because {to} has this name until it is complete: choose another name")
     try:
         wanted = file_format_named(format_name)
@@ -51,7 +51,7 @@ def convert_file(
     except BaseException as error:  # also KeyboardInterrupt
         with suppress(OSError):  # a disk that is full has no room for the end of the file either
             sink.leave()
-        if to != "-":
+        if part is not None and to != "-":
             part.unlink(missing_ok=True)
         if isinstance(error, FileError | OSError):
             raise failed(error) from None

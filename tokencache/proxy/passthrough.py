@@ -18,7 +18,7 @@ from tokencache.engine.pool import Pool
 from tokencache.engine.upstream import Upstream, error_text
 from tokencache.errors import EngineError, UnexpectedAnswerError, is_error
 from tokencache.net import end_to_end_headers
-from tokencache.proxy.request_body import arriving, whole_body_of
+from tokencache.proxy.request_body import DECOMPRESSED, arriving, whole_body_of
 from tokencache.proxy.response import open_response, whole_response
 from tokencache.request_memory import holding_of
 
@@ -104,6 +104,8 @@ async def _send(request: web.Request, upstream: Upstream, path: str, headers: CI
     sent = end_to_end_headers(request.headers, drop=_FIRST_HOP) if headers is None else headers
     if body is None and request.body_exists:
         body = holding_of(request).body
+        if DECOMPRESSED in request:
+            sent.popall("Content-Encoding", None)
     streamed = arriving(request) if body is None and request.body_exists else None
     answer = await upstream.send(request.method, path, headers=sent, body=streamed if body is None else body)
     metrics.RELAYED.labels(str(answer.status)).inc()

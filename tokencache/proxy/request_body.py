@@ -47,6 +47,8 @@ _BETWEEN_PAUSES = 2000
 """Number of strings that are skipped before other calls may run."""
 
 
+DECOMPRESSED = web.RequestKey("decompressed", bool)
+"""The body that a request holds is no longer in the form that its `Content-Encoding` names."""
 _WAITS = web.RequestKey("waits", bool)
 """The client of a request waits for `100 Continue`, and has not been sent it."""
 
@@ -118,6 +120,7 @@ async def body_of(request: web.Request, holding: Holding) -> bytes:
             holding.give_all()
             raise
         holding.body = body
+        request[DECOMPRESSED] = True
     if len(body) > LARGE:
         await check_values(body)
         await pause()

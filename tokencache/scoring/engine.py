@@ -61,7 +61,7 @@ class ScoringEngine:
         salt: the `cache_salt` of this run.
 
     Raises:
-        EngineLostError: the URL cannot be that of an engine.
+        EngineLostError: the URL cannot be that of an engine, or httpx cannot use the web proxy that the environment names.
     """
 
     def __init__(self, url: str, key: str | None = None, *, tokens_at_once: int, requests_at_once: int = REQUESTS_AT_ONCE) -> None:
@@ -70,7 +70,11 @@ class ScoringEngine:
         if not is_base_url(base):
             raise EngineLostError(f"{self.url!r} is not the base URL of an engine, such as http://10.0.0.7:8000")
         headers = {b"Authorization": f"Bearer {key.strip()}".encode()} if key else {}
-        self._http = httpx2.AsyncClient(base_url=base, timeout=_TIMEOUT, headers=headers, trust_env=not is_local(base))
+        try:
+            self._http = httpx2.AsyncClient(base_url=base, timeout=_TIMEOUT, headers=headers, trust_env=not is_local(base))
+        except (ImportError, ValueError) as why:
+            unusable = f"the web proxy of HTTP_PROXY, HTTPS_PROXY or ALL_PROXY cannot be used: {why}"
+            raise EngineLostError(f"{unusable} (if {self.url} is reached without it, unset the variable)") from None
         self._at_once = tokens_at_once
         self._room = tokens_at_once
         self._freed = asyncio.Condition()

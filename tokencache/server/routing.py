@@ -22,7 +22,7 @@ from tokencache.proxy.endpoints import Endpoints
 from tokencache.proxy.passthrough import relay_to
 from tokencache.proxy.request_body import body_of, waits_to_send
 from tokencache.proxy.response import REQUEST_ID
-from tokencache.proxy.sessions import SessionFinder, SessionInBody
+from tokencache.proxy.sessions import SessionFinder
 from tokencache.request_memory import holding_of
 from tokencache.server.http_guard import check_head, check_path
 from tokencache.server.responses_socket import ResponsesSockets, is_handshake
@@ -59,7 +59,7 @@ class RequestRouter:
         try:
             check_head(request, self._session_headers)
             calls_model = request.method == "POST" and (dialect is not None or route == TOKENIZE)
-            in_body = await self._read_session_in_body(request) if calls_model and self._sources.members else None
+            in_body = self._sources.in_body(await body_of(request, holding_of(request))) if calls_model and self._sources.members else None
             origin = await self._sessions.find(named, request.headers, in_body and in_body.session)
             del named  # what this frame names, it keeps for as long as a stream
             session = origin.session
@@ -77,14 +77,6 @@ class RequestRouter:
             if dialect is not None and request.method == "POST":
                 _log_refusal(request, session, route, why)
             raise
-
-    async def _read_session_in_body(self, request: web.Request) -> SessionInBody | None:
-        """Read a body that may name the session. Returns `None` if it is compressed: only the engine can read it then."""
-        if request.headers.get("Content-Encoding", "identity") != "identity":
-            return None
-        holding = holding_of(request)
-        holding.body = body = await body_of(request, holding)
-        return self._sources.in_body(body)
 
     def _warn_of_missing_session(self, request: web.Request, route: str) -> None:
         """If replies should have token ids, log once that a model call without a session returns none."""

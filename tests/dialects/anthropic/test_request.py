@@ -191,6 +191,8 @@ async def test_messages_come_first_for_incremental_parsing():
         ([said({"type": "thinking", "thinking": "a", "signature": HANDLE}, text("b"))], {1: HANDLE}),
         ([said({"type": "thinking", "thinking": "a", "signature": "EqQBCkYIBBgCKkA="})], {}),
         ([said({"type": "thinking", "thinking": "a", "signature": 7})], {}),
+        ([said({"type": "thinking", "signature": HANDLE}, text("b"))], {1: HANDLE}),
+        ([said({"type": "thinking", "thinking": None}, text("b"))], {}),
         (
             [
                 said(
@@ -263,6 +265,10 @@ MEMBERS = [
     (
         {"temperature": 1, "top_p": 0.5, "top_k": 3, "stop_sequences": ["a"]},
         {"max_tokens": 9, "temperature": 1, "top_p": 0.5, "top_k": 3, "stop": ["a"]},
+    ),
+    (  # as vLLM reads numbers
+        {"max_tokens": "5", "temperature": "0.5", "top_k": 3.0, "thinking": {"type": "enabled", "budget_tokens": "2048"}},
+        {"max_tokens": 5, "temperature": 0.5, "top_k": 3, "thinking_token_budget": 2048},
     ),
     ({"stop_sequences": [], "temperature": None, "tools": [], "tool_choice": {"type": "auto"}}, {"max_tokens": 9}),
     ({"metadata": {"user_id": "u"}, "service_tier": "auto", "context_management": {"edits": []}, "wibble": 1}, {"max_tokens": 9}),

@@ -390,7 +390,7 @@ class History:
                 if handle and handle != turn.handle and (turn.handle or (begins and turn != _Turn())):
                     self._turns.append(turn := _Turn())  # another recorded reply
                 turn.handle, turn.mark = handle or turn.handle, mark or turn.mark
-                turn.thoughts.append(required(block, "thinking", str, place))
+                turn.thoughts.append(optional(block, "thinking", str, place) or "")  # vLLM leaves out a block without its text
             elif kind not in {"redacted_thinking", "tool_reference"}:  # only Anthropic can decrypt thinking
                 raise unsupported(block, place)
             begins = False

@@ -5,17 +5,19 @@ Error types: `anthropic` 2.12 `types/shared/error_object.py`; platform.claude.co
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from typing import Any
 
 from tokencache.core import strict_json
 from tokencache.core.finish import FinishReason
+from tokencache.dialects.chat.scalars import read_number, read_whole
 from tokencache.dialects.completion_reader import Usage
 from tokencache.dialects.json_io import Position, dotted
 from tokencache.errors import HarnessError
 
 _SHOWN = 80
+_NUMBERS: dict[type, Callable[[Any], Any]] = {int: read_whole, float: read_number}
 _TYPES: dict[type, str] = {str: "string", dict: "dictionary", list: "list", int: "integer", float: "number", bool: "boolean"}
 
 
@@ -32,15 +34,18 @@ def shown(value: Any) -> str:
 
 
 def optional(fields: dict[str, Any], name: str, kind: type, at: Position = "") -> Any:
-    """Return the value of a member, `None` if it is missing or null. An integer is also a number; a boolean is neither.
+    """Return the value of a member, `None` if it is missing or null. Numbers are read as vLLM reads them (`chat.scalars`).
 
     Raises:
         HarnessError: it has another type.
     """
     value = fields.get(name)
-    if value is None or (isinstance(value, (int, float) if kind is float else kind) and (kind is bool or not isinstance(value, bool))):
-        return value
-    raise wrong((at, name), f"Input should be a valid {_TYPES[kind]}")
+    if value is None:
+        return None
+    meant = _NUMBERS[kind](value) if kind in _NUMBERS else value if isinstance(value, kind) else None
+    if meant is None:
+        raise wrong((at, name), f"Input should be a valid {_TYPES[kind]}")
+    return meant
 
 
 def required(fields: dict[str, Any], name: str, kind: type, at: Position = "") -> Any:

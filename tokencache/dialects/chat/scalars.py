@@ -30,7 +30,8 @@ _EXACT = 2**53
 """Below it, every whole number is a double of its own."""
 
 
-def _whole(value: Any) -> int | None:
+def read_whole(value: Any) -> int | None:
+    """Return the whole number that a decoded value means; `None` if it is not clear."""
     return int(value) if isinstance(value, str) and _DIGITS.fullmatch(value) else _count(value)
 
 
@@ -44,7 +45,8 @@ def _integer(value: Any) -> int | None:
     return value if type(value) is int else None
 
 
-def _number(value: Any) -> float | None:
+def read_number(value: Any) -> float | None:
+    """Return the number that a decoded value means; `None` if it is not clear."""
     if isinstance(value, str) and _DECIMAL.fullmatch(value):
         return float(value)
     return value if type(value) in {int, float} else None
@@ -88,10 +90,10 @@ class _Reader(NamedTuple):
 
 _INTEGERS = re.compile(rb"null|0|-?[1-9]\d{0,17}")
 _READERS = {
-    Kind.WHOLE: _Reader("a whole number", _INTEGERS, _whole),
+    Kind.WHOLE: _Reader("a whole number", _INTEGERS, read_whole),
     Kind.COUNT: _Reader("a whole number", _INTEGERS, _count),
     Kind.INTEGER: _Reader("a whole number", _INTEGERS, _integer),
-    Kind.NUMBER: _Reader("a number", re.compile(rb"null|-?(0|[1-9]\d{0,17})(\.\d{1,18})?"), _number),
+    Kind.NUMBER: _Reader("a number", re.compile(rb"null|-?(0|[1-9]\d{0,17})(\.\d{1,18})?"), read_number),
     Kind.TRUTH: _Reader("true or false", re.compile(rb"null|true|false"), _truth),
     Kind.IDS: _Reader("a list of token ids", re.compile(rb"null|\[\]"), _ids),
     Kind.BIASES: _Reader("an object of numbers", re.compile(rb"null|\{\}"), _biases),
