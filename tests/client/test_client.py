@@ -413,7 +413,7 @@ async def test_the_admin_key(kind, key):
 def test_no_proxy():
     with (
         Client("http://127.0.0.1:1") as client,
-        pytest.raises(UnreachableError, match=r"POST /tokencache/v1/keys: no answer, tried 1 times.*run at http://127.0.0.1:1"),
+        pytest.raises(UnreachableError, match=r"POST /tokencache/v1/keys: no answer: .*run at http://127.0.0.1:1"),
     ):
         client.create()
 
