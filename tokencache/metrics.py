@@ -6,6 +6,7 @@ those of workers that died. Gauges come from live workers only.
 """
 
 import functools
+import math
 import os
 from bisect import bisect_left
 from collections.abc import Callable
@@ -181,9 +182,20 @@ def counter(family: Counter, *labels: str) -> Counter:
     return family.labels(*labels)
 
 
+def forget_engine(url: str, *families: Gauge) -> None:
+    """Forget an engine's values, which would raise alerts about it for good. One of several workers sets NaN: its file keeps the series."""
+    for family in families:
+        for labels in [sample.labels for metric in family.collect() for sample in metric.samples if sample.labels["engine"] == url]:
+            family.labels(**labels).set(math.nan) if _shared_folder() else family.remove(*labels.values())
+
+
+def _shared_folder() -> str | None:
+    return os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+
+
 def exposition() -> bytes:
     """Return the metrics in Prometheus' text format: of this process, or of all workers if it is one of several."""
-    folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+    folder = _shared_folder()
     if not folder:
         return generate_latest(REGISTRY)
     all_workers = CollectorRegistry()
