@@ -379,6 +379,13 @@ async def test_trajectories_come_as_their_sessions_finish(client):
     assert await left(client) == ["a", "b", "c"]
 
 
+async def test_what_has_finished_comes_although_the_time_is_over(client):
+    """A trainer that takes long with one trajectory, or is stopped, loses no other."""
+    await three(client)
+    iteration = client.as_completed(["a", "b"], timeout=0.0)
+    assert {(await anext(iteration)).session, (await anext(iteration)).session} == {"a", "b"}
+
+
 async def test_sessions_that_do_not_finish_are_named(client):
     await three(client, finished=False)
     await Wrapped(client.inner.session("b")).finish()
