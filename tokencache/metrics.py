@@ -9,7 +9,7 @@ import functools
 import math
 import os
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, disable_created_metrics, generate_latest
@@ -182,10 +182,14 @@ def counter(family: Counter, *labels: str) -> Counter:
     return family.labels(*labels)
 
 
-def forget_engine(url: str, *families: Gauge) -> None:
-    """Forget an engine's values, which would raise alerts about it for good. One of several workers sets NaN: its file keeps the series."""
+def forget(wanted: Mapping[str, str], *families: Gauge) -> None:
+    """Forget values with these labels, such as those of an engine, which would raise alerts for good.
+
+    One of several workers sets them to NaN: its file keeps the series.
+    """
     for family in families:
-        for labels in [sample.labels for metric in family.collect() for sample in metric.samples if sample.labels["engine"] == url]:
+        known = [sample.labels for metric in family.collect() for sample in metric.samples]
+        for labels in [labels for labels in known if wanted.items() <= labels.items()]:
             family.labels(**labels).set(math.nan) if _shared_folder() else family.remove(*labels.values())
 
 

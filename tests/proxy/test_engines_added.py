@@ -14,7 +14,7 @@ from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, Rig, calls_held, echo
 from tests.support.waiting import PATIENCE, until
 from tokencache import metrics
 from tokencache.config import Settings
-from tokencache.engine import membership
+from tokencache.engine import membership, model
 from tokencache.server.serve import serving
 from tokencache.store.base import StoreError
 from tokencache.store.memory import MemoryStore
@@ -173,13 +173,30 @@ async def test_an_engine_that_is_down_has_no_level():
         assert f'tokencache_engine_exact{{engine="{url}"' not in metrics.exposition().decode()
 
 
+async def test_adapters_that_were_unloaded_are_forgotten(monkeypatch):
+    """A trainer that loads each version of its weights under a new name would get a series in the metrics for each, for good."""
+    monkeypatch.setattr(model, "_MOST_MODELS", 3)
+    async with engines() as made, replica() as rig:
+        ((url, engine),) = made.items()
+        await request(rig, "POST", url=url, status=201)
+        for version in range(9):
+            engine.weights.adapters = {f"policy-{version}": f"/{version}"}
+            assert (await rig.post(f"s{version}", model=f"policy-{version}", messages=ASK))[0] == 200
+        monitor = rig.proxy.pool.find(url)
+        assert len(monitor.engine.models) <= 4
+        levels = re.findall(f'tokencache_engine_exact{{engine="{url}",model="(.*)"}}', metrics.exposition().decode())
+        assert {"sim", "policy-8"} <= set(levels)
+        assert len(levels) <= 4
+        await play(rig, "s")
+
+
 def test_one_of_several_workers_forgets_an_engine(tmp_path):
     program = """
 from prometheus_client import generate_latest
 from tokencache import metrics
 for url in ("http://a", "http://b"):
     metrics.ENGINE_LEVEL.labels(url, "m").set(0)
-metrics.forget_engine("http://a", metrics.ENGINE_LEVEL)
+metrics.forget({"engine": "http://a"}, metrics.ENGINE_LEVEL)
 print(metrics.exposition().decode())
 """
     environment = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
