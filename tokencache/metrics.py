@@ -6,9 +6,10 @@ those of workers that died. Gauges come from live workers only.
 """
 
 import functools
+import math
 import os
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, disable_created_metrics, generate_latest
@@ -181,9 +182,24 @@ def counter(family: Counter, *labels: str) -> Counter:
     return family.labels(*labels)
 
 
+def forget(wanted: Mapping[str, str], *families: Gauge) -> None:
+    """Forget values with these labels, such as those of an engine, which would raise alerts for good.
+
+    One of several workers sets them to NaN: its file keeps the series.
+    """
+    for family in families:
+        known = [sample.labels for metric in family.collect() for sample in metric.samples]
+        for labels in [labels for labels in known if wanted.items() <= labels.items()]:
+            family.labels(**labels).set(math.nan) if _shared_folder() else family.remove(*labels.values())
+
+
+def _shared_folder() -> str | None:
+    return os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+
+
 def exposition() -> bytes:
     """Return the metrics in Prometheus' text format: of this process, or of all workers if it is one of several."""
-    folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+    folder = _shared_folder()
     if not folder:
         return generate_latest(REGISTRY)
     all_workers = CollectorRegistry()

@@ -175,7 +175,7 @@ def test_a_request_is_repeated_three_times_at_most():
 
 
 def test_a_key_is_not_registered_twice():
-    with pytest.raises(UnreachableError, match="tried 1 times"):
+    with pytest.raises(UnreachableError, match="no answer: "):
         drive(register(), NO_RESPONSE)
     with pytest.raises(AnswerError, match="503"):
         drive(register(), DOWN)

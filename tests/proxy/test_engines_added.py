@@ -3,14 +3,18 @@
 import asyncio
 import contextlib
 import json
+import re
+import subprocess
+import sys
 
 import aiohttp
 import pytest
 
 from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, Rig, calls_held, echo, results, user
 from tests.support.waiting import PATIENCE, until
+from tokencache import metrics
 from tokencache.config import Settings
-from tokencache.engine import membership
+from tokencache.engine import membership, model
 from tokencache.server.serve import serving
 from tokencache.store.base import StoreError
 from tokencache.store.memory import MemoryStore
@@ -153,8 +157,58 @@ async def test_a_drained_engine_finishes_its_calls_and_gets_no_new_ones():
         assert [len([entry for entry in made[url].ground_truth if entry.session == "s"]) for url in (home, other)] == [1, 1]
         assert (await rig.info())["complete"]
         await until(lambda: _drained(rig, home))
+        assert await _gauges(rig, home) == {"up", "exact", "kv_tokens", "live_tokens"}
         assert (await request(rig, "DELETE", url=home))["removed"]
         assert set(await listed(rig)) == {other}
+        assert not await _gauges(rig, home), "an alert says that it is down"
+
+
+async def test_an_engine_that_is_down_has_no_level():
+    """Another one may serve another model there: an alert would say for good that it is not exact for the first."""
+    async with engines() as made, replica() as rig:
+        (url,) = made
+        await request(rig, "POST", url=url, status=201)
+        assert f'tokencache_engine_exact{{engine="{url}",model="sim"}} 1.0' in metrics.exposition().decode()
+        rig.proxy.pool.find(url).mark_down("gone")
+        assert f'tokencache_engine_exact{{engine="{url}"' not in metrics.exposition().decode()
+
+
+async def test_adapters_that_were_unloaded_are_forgotten(monkeypatch):
+    """A trainer that loads each version of its weights under a new name would get a series in the metrics for each, for good."""
+    monkeypatch.setattr(model, "_MOST_MODELS", 3)
+    async with engines() as made, replica() as rig:
+        ((url, engine),) = made.items()
+        await request(rig, "POST", url=url, status=201)
+        for version in range(9):
+            engine.weights.adapters = {f"policy-{version}": f"/{version}"}
+            assert (await rig.post(f"s{version}", model=f"policy-{version}", messages=ASK))[0] == 200
+        monitor = rig.proxy.pool.find(url)
+        assert len(monitor.engine.models) <= 4
+        levels = re.findall(f'tokencache_engine_exact{{engine="{url}",model="(.*)"}}', metrics.exposition().decode())
+        assert {"sim", "policy-8"} <= set(levels)
+        assert len(levels) <= 4
+        await play(rig, "s")
+
+
+def test_one_of_several_workers_forgets_an_engine(tmp_path):
+    program = """
+from prometheus_client import generate_latest
+from tokencache import metrics
+for url in ("http://a", "http://b"):
+    metrics.ENGINE_LEVEL.labels(url, "m").set(0)
+metrics.forget({"engine": "http://a"}, metrics.ENGINE_LEVEL)
+print(metrics.exposition().decode())
+"""
+    environment = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    text = subprocess.run([sys.executable, "-c", program], env=environment, check=True, capture_output=True, text=True).stdout
+    found = re.findall(r'tokencache_engine_exact{engine="(.*)",model="m"} (.*)', text)
+    assert sorted(found) == [("http://a", "NaN"), ("http://b", "0.0")]
+
+
+async def _gauges(rig, url):
+    """Which gauges the metrics have of an engine."""
+    async with rig.http.get(rig.url + "/metrics") as answer:
+        return set(re.findall(rf'tokencache_engine_(\w+){{engine="{url}"', await answer.text())) - {"calls_total"}
 
 
 async def test_a_drained_engine_may_be_added_again():

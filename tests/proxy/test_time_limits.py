@@ -49,12 +49,34 @@ async def defined(store, **limits):
 async def test_any_replica_finishes_a_session_whose_time_is_up(limits, state, words):
     store = MemoryStore()
     await defined(store, **limits)
-    await replica(store).look()
+    other = replica(store)
+    for _ in range(2):  # silence begins with the first look
+        await other.look()
+        if (await store.session("s")).state == "open":
+            await store.watch("s", -1.0)
     info = await store.session("s")
     assert info.state == state
     assert (info.outcome is not None and info.outcome.kind == "timeout" and words in info.outcome.detail) == (state == "finished")
     assert [entry.session for entry in await store.queue()] == ["s"] * (state == "finished")
-    assert (await store.overdue()).sessions == []
+    assert (await store.overdue()).sessions == ["s"] * (state == "open")
+
+
+async def test_a_pause_of_the_process_is_no_silence():
+    """A call that was sent meanwhile waits in a socket; the timers of a process that goes on run before it is read."""
+    store = MemoryStore()
+    limits = replica(store)
+
+    async def look(after):
+        store._clock.offset += after
+        await store.watch("s", -1.0)
+        await limits.look()
+        return (await store.session("s")).state
+
+    await limits.look()
+    await defined(store, silent_for=60.0)
+    assert await look(5.0) == "open"
+    assert await look(100.0) == "open"
+    assert [await look(9.0) for _ in range(7)] == ["open"] * 6 + ["finished"]
 
 
 async def test_a_call_in_flight_is_no_silence_but_does_not_stop_a_deadline():

@@ -100,6 +100,22 @@ def test_a_request_that_arrived_in_time_is_answered_by_a_busy_process(monkeypatc
     uvloop.run(main())
 
 
+@pytest.mark.parametrize("sent", [20, len(CALL) - 1], ids=["head", "body"])
+async def test_a_request_that_arrived_in_time_is_read_by_a_process_that_was_stopped(monkeypatch, sent):
+    """After a minute's stop the time for a head or a body is over before the process reads what is left of it."""
+    loop, running = asyncio.get_running_loop(), time.monotonic
+    async with proxied() as rig, clients(rig) as connect:
+        client = await connect(CALL[:sent])
+        await until(lambda: rig.proxy.request_memory.total)
+
+        def stop():
+            monkeypatch.setattr(loop, "time", lambda: running() + 100)
+            loop.call_soon(client.writer.write, CALL[sent:])  # in the next round, before the timers: the proxy has not read it then
+
+        loop.call_soon(stop)
+        assert "200" in (await client.answer()).line
+
+
 @pytest.mark.usefixtures("_few_files")
 async def test_a_request_that_is_not_read_yet_is_not_closed_to_make_room():
     async with proxied() as rig, clients(rig) as connect:

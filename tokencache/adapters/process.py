@@ -26,9 +26,7 @@ def find(adapter: Adapter, argv: Sequence[str], path: str | None) -> None:
         ProgramNotFoundError: the program is not on the PATH.
     """
     if not argv:
-        raise AdapterError(
-            f"{adapter.title} is a library: name the program that uses it, for example: tokencache run {adapter.name} -- python agent.py"
-        )
+        raise AdapterError(f"name the program to start, for example: tokencache run {adapter.name} -- python agent.py")
     if shutil.which(argv[0], path=path) is None:
         hint = f"; install {adapter.title} with: {adapter.install}" if adapter.program else ""
         raise ProgramNotFoundError(f"{argv[0]} is not on the PATH{hint}")

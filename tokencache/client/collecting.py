@@ -175,11 +175,12 @@ def _as_completed(proxy: ProxyAddress, names: Iterable[str], form: str, timeout:
     left, absent = dict.fromkeys(names), list[str]()
     deadline = None if timeout is None else time.monotonic() + timeout
     while left:
-        patience = LONGEST_POLL if deadline is None else min(LONGEST_POLL, deadline - time.monotonic())
-        if patience < 0:
-            raise WaitTimeoutError(f"waited {timeout:g} s for sessions to finish: {named([*map(repr, left)])}")
+        remaining = math.inf if deadline is None else deadline - time.monotonic()
+        patience = min(LONGEST_POLL, max(0.0, remaining))
         body = written({"sessions": list(left), "wait": patience})
         found = yield from call(Request("POST", f"{BASE}/wait", body=body, wait=patience), _Finished)
+        if remaining <= 0 and not (found.finished or found.unknown):
+            raise WaitTimeoutError(f"waited {timeout:g} s for sessions to finish: {named([*map(repr, left)])}")
         for name in (*found.unknown, *(state.session for state in found.finished)):
             left.pop(name, None)
         absent += found.unknown

@@ -134,7 +134,8 @@ def _send(request: Request) -> Steps[tuple[ServerResponse, int]]:
         response, attempts = (yield request), attempts + 1
     if not response.status:
         cause = response.body.decode(errors="replace")
-        reason = f"no answer, tried {attempts} times: {cause}. Does `tokencache serve` run at {response.url}?"
+        tried = f", tried {attempts} times" if attempts > 1 else ""
+        reason = f"no answer{tried}: {cause}. Does `tokencache serve` run at {response.url}?"
         raise UnreachableError(f"{request}: {reason}", reason=reason)
     return response, attempts
 

@@ -10,7 +10,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from tokencache.client import Client, ClientError
+from tokencache.client import Client, ClientError, UnreachableError
 from tokencache.trajectories.formats.registry import TRACES
 from tokencache.trajectories.formats.traces import BLOCK_SIZE
 
@@ -60,7 +60,8 @@ def failed(error: Exception | str, command: str = "tokencache") -> typer.Exit:
 
 def said(error: Exception | str) -> str:
     """Return the words of an error, without the route of the proxy that was asked: the user of a command asked for none."""
-    return error.reason if isinstance(error, ClientError) else str(error)
+    hint = " (--proxy URL)" if isinstance(error, UnreachableError) else ""
+    return error.reason + hint if isinstance(error, ClientError) else str(error)
 
 
 @contextlib.contextmanager

@@ -39,7 +39,7 @@ AtOnceOption = Annotated[
         "--max-tokens-at-once",
         min=1,
         metavar="N",
-        help="Tokens in progress, and the longest sequence. [default: 65536; with --top K that / (K + 1)]",
+        help="Tokens in progress, and the longest sequence. [default: 65536; with score --top K that / (K + 1)]",
     ),
 ]
 

@@ -220,6 +220,7 @@ class EngineMonitor:
         self.has_health = self.has_label = True  # another server may run there later
         self._log(f"down: {why}")
         metrics.ENGINE_UP.labels(self.url).set(0)
+        metrics.forget({"engine": self.url}, metrics.ENGINE_LEVEL)  # the next one there may serve another model
         self._on_change()
 
     def _strike(self, why: str) -> None:

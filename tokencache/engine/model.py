@@ -29,6 +29,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from tokencache import metrics
 from tokencache.backoff import delays
 from tokencache.core.forced import ThinkingMarks
 from tokencache.dialects.chat.rendering import RenderArgs
@@ -76,6 +77,8 @@ _MOST_ARGUMENTS = 4096
 _MOST_PROBES = 3
 """Number of times that a probe is repeated because its findings were discarded while it ran."""
 DOUBT_SECONDS = 10.0
+_MOST_MODELS = 64
+"""Number of models above which the findings about those that the engine no longer lists are discarded."""
 _LIST_SECONDS = 5.0
 """Seconds to wait for the list of models."""
 
@@ -445,6 +448,12 @@ class Engine:
         self._forgotten += 1
         self.error = why
 
+    def _forget_unlisted(self) -> None:
+        """Discard findings about adapters that were unloaded: a trainer may load each version of its weights under a name of its own."""
+        for name in self._statuses.keys() - {"", *self.names}:
+            del self._statuses[name]
+            metrics.forget({"engine": self.upstream.url, "model": name}, metrics.ENGINE_LEVEL)
+
     def doubt(self, why: str) -> None:
         """Discard all findings because the engine behaves differently; at most once in `DOUBT_SECONDS`."""
         now = time.monotonic()
@@ -485,6 +494,8 @@ class Engine:
         self._log(found, wanted)
         self.driver, self.names, self.places = self._drivers[found.driver], found.served, found.places
         self.endpoints = tuple(Endpoint.of(self, rank if found.ranks > 1 else None) for rank in range(found.ranks))
+        if len(self._statuses) > _MOST_MODELS and found.served:
+            self._forget_unlisted()
         return self._keep(name, found, small, wanted)
 
     def _wanted(self, model: str) -> Minimum:

@@ -139,7 +139,8 @@ class Pool:
         self._removed.append(monitor.engine)
         self._logged.pop(monitor.url, None)
         await end(self._tasks.pop(monitor))
-        metrics.ENGINE_UP.labels(monitor.url).set(0)
+        gauges = metrics.ENGINE_UP, metrics.ENGINE_LEVEL, metrics.ENGINE_KV, metrics.ENGINE_LIVE
+        metrics.forget({"engine": monitor.url}, *gauges)
         log.info("engine %s: removed; %d calls are under way", monitor.url, monitor.engine.upstream.under_way)
         self._changed()
 

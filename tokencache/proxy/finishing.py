@@ -8,6 +8,7 @@ session twice, or finishing it twice, has no effect. A session that was sealed b
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import AsyncIterator
 
@@ -25,6 +26,8 @@ log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
 """Seconds between two looks for sessions whose time is up."""
+PAUSE_SECONDS = 10.0
+"""After so many seconds without a look nobody served calls: this process was stopped, or the store failed."""
 _OTHER = "other"
 """The label of metrics for all words of callers: a label must have few values."""
 
@@ -53,10 +56,15 @@ async def finish(ledger: Ledger, info: SessionInfo, outcome: Outcome | None = No
 
 
 class TimeLimits:
-    """Finishes the sessions whose time is up, with the outcome `timeout`."""
+    """Finishes the sessions whose time is up, with the outcome `timeout`.
+
+    A session is silent only while calls are served: since its last call, and since this process started or went on after a pause. Otherwise
+    its next call could wait in a socket, or be tried again by its client, when the session is finished.
+    """
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger, self._store, self._lost = ledger, ledger.store, LostCalls(ledger.store)
+        self._looked = self._serving_since = -math.inf  # by the store's clock
 
     @contextlib.asynccontextmanager
     async def enforced(self) -> AsyncIterator[None]:
@@ -74,11 +82,14 @@ class TimeLimits:
             StoreError: the store failed, or the data of a session is damaged; the others were looked at.
         """
         by_store, names = await self._store.overdue()
+        if by_store - self._looked > PAUSE_SECONDS:
+            self._serving_since = by_store
+        self._looked = by_store
         states, damaged = await read_states(self._store, names)
         for name, info in states.items():
             left = None
             if info is not None and info.state is SessionStage.OPEN:
-                left = await self._look_at(info, by_store - info.used)
+                left = await self._look_at(info, by_store - max(info.used, self._serving_since))
             elif info is not None and info.open_calls:  # those of a replica that is gone would stay open
                 await self._lost.close(info)
                 left = HEARTBEAT_SECONDS
@@ -96,7 +107,7 @@ class TimeLimits:
             await self.look()
 
     async def _look_at(self, info: SessionInfo, silent: float) -> float | None:
-        """Finish an open session if its time is up. `silent`: seconds since its last call began or ended.
+        """Finish an open session if its time is up. `silent`: for so many seconds no call began or ended.
 
         Returns after how many seconds to look again; `None`: never.
         """

@@ -15,6 +15,8 @@ from tokencache.store.base import Store
 
 MOST_SESSIONS = 65_536
 """Maximum number of sessions, and models in them, with a remembered latest turn."""
+PER_PREFIX = 700
+"""Estimated bytes of a prefix without its ids: the objects that hold them."""
 
 
 class CachedPrefix(msgspec.Struct, frozen=True):
@@ -36,7 +38,7 @@ class PrefixCache:
 
     def _size(self, cached: CachedPrefix) -> int:
         """Return the size of a prefix in bytes; one that is larger than all that is kept counts as so many."""
-        return min(len(cached.prefix.ids) + cached.fragment.size, self._most)
+        return min(PER_PREFIX + len(cached.prefix.ids) + cached.fragment.size, self._most)
 
     async def get(self, session: str, turn: str) -> CachedPrefix:
         """Return a turn's prefix, from memory or from the store.

@@ -28,7 +28,7 @@ from aiohttp.typedefs import Handler
 
 from tokencache.dialects.registry import credential_headers
 from tokencache.errors import HarnessError, MemoryFullError
-from tokencache.proxy.request_body import PIECE
+from tokencache.proxy.request_body import LATE_SECONDS, PIECE
 from tokencache.request_memory import REQUEST_MEMORY, Holding, Owner, RequestMemory
 
 log = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ class GuardedConnection(web.RequestHandler):
         if waiter is not None and not waiter.done():
             if self._head_timer is None:
                 self._begin(len(data))
-                self._head_timer = self._loop.call_later(HEAD_SECONDS, self._time_out)
+                self._limit_head(HEAD_SECONDS)
             self._hold_head(len(data))
         elif waited or self._received >= PIECE:
             self._begin()
@@ -278,9 +278,14 @@ class GuardedConnection(web.RequestHandler):
         else:
             self._keepalive_handle = None
 
-    def _time_out(self) -> None:
+    def _limit_head(self, seconds: float) -> None:
+        self._head_timer = self._loop.call_later(seconds, self._time_out, self._loop.time() + seconds)
+
+    def _time_out(self, due: float) -> None:
         self._head_timer = None
-        if self._waits_for_head:
+        if self._waits_for_head and self._loop.time() - due > LATE_SECONDS:
+            self._limit_head(LATE_SECONDS)
+        elif self._waits_for_head:
             log.info("a connection is closed: its request's head was not complete after %g s", HEAD_SECONDS)
             self.force_close()
 

@@ -6,7 +6,8 @@ can serve any call, because the store holds everything that calls need. A worker
 each death. On SIGTERM or SIGINT the supervisor stops the workers and waits until they have drained.
 
 A worker reads its settings from standard input, then the commands `stop` and `now`. It writes `ready`, or `failed` with the reason, to
-standard output. If its input ends, the supervisor is gone, and the worker stops too, so that none is left running.
+standard output. If its input ends, the supervisor is gone, and the worker stops too, so that none is left running. It then deletes its
+metrics files, and the last worker their folder.
 
 The workers do not share one listening socket, because that distributes connections unevenly: of 1,000 connections opened at once, one of
 two workers accepted 704, and one of four accepted 489. With a socket each (`SO_REUSEPORT`) two workers accepted 495 and 505. A drawback:
@@ -57,7 +58,7 @@ sys.path[:] = {path!r}
 from prometheus_client import values
 values.ValueClass = values.MultiProcessValue(process_identifier=lambda: {number})
 from tokencache.server.workers import serve_as_worker
-serve_as_worker({restarted})
+serve_as_worker({number}, {restarted})
 """
 """Program of a worker. Its metrics files are named by its number, not its process id, so that its successor continues the counts. This must
 be set before `tokencache.metrics` is imported, which creates the metrics."""
@@ -210,11 +211,11 @@ class _Worker:
             await process.wait()
 
 
-def serve_as_worker(restarted: bool) -> None:
+def serve_as_worker(number: int, restarted: bool) -> None:
     """Serve as a worker under a supervisor, maybe in place of a process that died. Runs in the worker's process and ends it."""
     out = os.dup(1)
     os.dup2(2, 1)  # standard output is for the supervisor: all other output goes to standard error
-    sys.exit(uvloop.run(_serve_worker(out, restarted=restarted)))
+    sys.exit(uvloop.run(_serve_worker(out, number, restarted=restarted)))
 
 
 def _tell(out: int, words: str) -> None:
@@ -223,7 +224,7 @@ def _tell(out: int, words: str) -> None:
         os.write(out, f"{words}\n".encode())
 
 
-async def _serve_worker(out: int, *, restarted: bool) -> int:
+async def _serve_worker(out: int, number: int, *, restarted: bool) -> int:
     """Serve until the supervisor sends `stop`. Returns the exit code."""
     commands = asyncio.StreamReader(limit=_MAX_SETTINGS)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), os.fdopen(0, "rb", buffering=0))
@@ -241,8 +242,19 @@ async def _serve_worker(out: int, *, restarted: bool) -> int:
         _tell(out, f"failed {' '.join(str(why).split())}")
         return 1
     finally:
+        if obeying.done():
+            _delete_metrics(number)
         obeying.cancel()
     return 0
+
+
+def _delete_metrics(number: int) -> None:
+    """Delete a worker's metrics in place of the supervisor, which is gone. Other workers may still add to theirs."""
+    folder = Path(os.environ["PROMETHEUS_MULTIPROC_DIR"])
+    for file in folder.glob(f"*_{number}.db"):
+        file.unlink()
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 async def _obey(commands: asyncio.StreamReader, stop: StopSignal) -> None:

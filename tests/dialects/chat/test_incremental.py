@@ -1,6 +1,7 @@
 """Parsing a body incrementally gives the same result as parsing it whole."""
 
 import json
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
@@ -80,9 +81,23 @@ def test_memory_is_bounded():
     assert len(bodies._cache) < 10
 
 
+def test_what_short_sessions_take_is_counted():
+    """Otherwise a hundred thousand of them take several times the limit."""
+    bodies = IncrementalParser()
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for i in range(500):
+            read_chat(_body('"model":"m",', [json.dumps({"role": "user", "content": f"hello {i}"})], ",", "", space=False), bodies, f"s{i}")
+        taken = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert taken < 1.25 * bodies._cache.total
+
+
 def test_long_histories_take_little_memory(monkeypatch):
     """Of what a harness said nothing is kept but where it stands: thousands of rollouts send long histories."""
-    bodies, long = IncrementalParser(memory=100_000), [json.dumps({"role": "tool", "content": "x" * 50_000})] * 2
+    bodies, long = IncrementalParser(memory=200_000), [json.dumps({"role": "tool", "content": "x" * 50_000})] * 2
     for i in range(50):
         read_chat(_body("", long, ",", "", space=False), bodies, f"s{i}")
     read = []

@@ -35,6 +35,8 @@ _TRIES = 4
 MEMORY = 256 * 2**20
 PER_MESSAGE = 600
 """Estimated bytes of a message without its text: two digests, links of two chains, its position, and the objects that hold them."""
+PER_BODY = 1500
+"""Estimated bytes of a body without its messages: the objects that hold them."""
 
 
 class MessageSpans(Sequence[bytes]):
@@ -243,8 +245,8 @@ class IncrementalParser:
         if before is not None:
             start, leading, hashed, size = before.start, before.leading, before.spans[-1], before.size
         else:
-            start = size = body.rindex(b"[", 0, split.spans[0])
-            hashed = 0
+            start = body.rindex(b"[", 0, split.spans[0])
+            hashed, size = 0, start + PER_BODY
             try:
                 members = FIELDS.decode(body[:start] + b"[]}")
             except ValueError:  # JSON that only the lenient reader accepts (`json_io`) is parsed as a whole each time
