@@ -118,7 +118,12 @@ class Library:
             HarnessError: no such item is stored.
             StoreError: a document could not be read.
         """
-        wanted = {i: item for i, (_, item) in enumerate(items) if isinstance(item, dict) and item.get("type") == "item_reference"}
+        wanted = {
+            i: item
+            for i, (_, item) in enumerate(items)
+            if isinstance(item, dict)
+            and ((kind := item.get("type")) == "item_reference" or (kind is None and "id" in item and "role" not in item))
+        }  # OpenAI's API does not require the type of a reference (openai 3.52, `ItemReference`)
         if not wanted:
             return items
         handles = sorted({handle_of(item) for item in wanted.values()} - {""})
