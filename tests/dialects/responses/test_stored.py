@@ -157,6 +157,11 @@ async def test_other_routes(method, path, status):
     assert refused.value.status == status
 
 
+async def test_compaction_is_refused_with_what_to_do():
+    with pytest.raises(HarnessError, match="let the client summarize them"):
+        await Session().ask(path="/compact", method="POST")
+
+
 async def test_events_are_not_stored():
     with pytest.raises(HarnessError) as refused:
         await Session().get("/resp_1", stream="true")

@@ -198,6 +198,7 @@ def _digest(items: list[bytes]) -> str:
 
 _PATH = re.compile(r"/(resp_([0-9a-f]{32})|[^/]+)(/input_items|/cancel)?")
 _PAGE, _MOST = 20, 100
+_NOT_COMPACTED = "conversations are not compacted here: let the client summarize them (Codex does unless its provider is named 'OpenAI')"
 
 
 async def answer_stored(request: DialectRequest, path: str) -> DirectReply:
@@ -233,7 +234,8 @@ async def answer_stored(request: DialectRequest, path: str) -> DirectReply:
         case "POST", "/cancel":
             raise HarnessError("Cannot cancel a synchronous response: 'background' is not supported")
         case _:
-            raise HarnessError(f"Invalid method for URL ({request.method} {request.path})", status=HTTPStatus.METHOD_NOT_ALLOWED)
+            message = f"Invalid method for URL ({request.method} {request.path})"
+            raise HarnessError(_NOT_COMPACTED if name == "compact" else message, status=HTTPStatus.METHOD_NOT_ALLOWED)
 
 
 def _unknown(name: str) -> HarnessError:
