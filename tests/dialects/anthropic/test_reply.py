@@ -146,6 +146,24 @@ STREAMS = {
         [ROLE, chunk(call(0, '{"cm', id="c1", name="bash")), finish("length"), usage()],
         [*tool(0, "c1", '{"cm'), *over("max_tokens")],
     ),
+    "arguments that are no object": (
+        [
+            ROLE,
+            chunk(call(0, " [1", id="c1", name="bash")),
+            chunk(call(0, "]")),
+            chunk(call(1, '"{}', id="c2", name="bash")),
+            chunk(call(1, '"')),
+            chunk(call(2, LS, id="c3", name="bash")),
+            finish("tool_calls"),
+            usage(),
+        ],
+        [
+            *tool(0, "c1", '{"__unparsed_arguments":" [1]"}'),
+            *tool(1, "c2", '{"__unparsed_arguments":"\\"{}\\""}'),
+            *tool(2, "c3", LS),
+            *over("tool_use"),
+        ],
+    ),
     "a stop string": ([ROLE, chunk({"content": "a"}), finish("stop", "HERE"), usage()], [*texts(0, "a"), *over("stop_sequence", "HERE")]),
     "a stop string behind a whole call": (
         [ROLE, chunk(call(0, "{}", id="c1", name="bash")), finish("tool_calls", "HERE"), usage()],
@@ -223,6 +241,7 @@ WHOLES = {
     "thinking, text, call": {"reasoning": "\nI look.\n", "content": "\n\nLet me", "tool_calls": [("c1", LS)]},
     "parallel calls": {"content": None, "tool_calls": [("c1", LS), ("c2", "{}")]},
     "a named tool": {"content": None, "tool_calls": [("c1", "{}")]},
+    "arguments that are no object": {"content": None, "tool_calls": [("c1", " [1]"), ("c2", '"{}"'), ("c3", LS)]},
     "nothing": {"content": None},
     "cached": {"content": "a"},
     "cut off, words in the last chunk": {"content": None, "reasoning": "I list"},

@@ -8,8 +8,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from tests.dialects.anthropic.kit import HANDLE, completion, streamed
-from tests.dialects.anthropic.test_reply import STREAMS, WHOLES, message_of
+from tests.dialects.anthropic.kit import HANDLE, call, chunk, completion, streamed, usage
+from tests.dialects.anthropic.test_reply import ROLE, STREAMS, WHOLES, finish, message_of
 from tokencache.dialects.anthropic.reply import AnthropicReplyEncoder
 
 
@@ -39,7 +39,13 @@ ASKED = {"model": "claude-x", "max_tokens": 9, "messages": [{"role": "user", "co
 
 @pytest.mark.parametrize("beta", [False, True], ids=["stable", "beta"])
 @pytest.mark.parametrize("piece", [1, 61, 1 << 20])
-@pytest.mark.parametrize("name", ["thinking, text, call", "parallel calls", "text behind a call", "nothing", "cached", "a stop string"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("thinking, text, call", "parallel calls", "text behind a call", "nothing", "cached", "a stop string"),
+        "arguments that are no object",
+    ],
+)
 async def test_streams_are_accumulated(name, piece, beta):
     async with said(streamed(STREAMS[name][0]), "text/event-stream", piece) as sdk:
         messages = sdk.beta.messages if beta else sdk.messages
@@ -71,6 +77,15 @@ async def test_every_stream_is_read(name):
     )
     if name == "parallel calls interleaved":
         assert [block.input for block in final.content] == [{"cmd": "ls  -la"}, {}]
+
+
+@pytest.mark.parametrize("pieces", [["null"], ["n", "ull "], [" "], []])
+async def test_null_and_blank_arguments_are_read_as_none(pieces):
+    chunks = [ROLE, chunk(call(0, id="c1", name="bash")), *(chunk(call(0, piece)) for piece in pieces), finish("tool_calls"), usage()]
+    async with said(streamed(chunks), "text/event-stream") as sdk, sdk.messages.stream(**ASKED) as stream:
+        final = await stream.get_final_message()
+    assert [(block.id, block.input) for block in final.content] == [("c1", {})]
+    assert final.stop_reason == "tool_use"
 
 
 async def test_an_error_within_a_stream_is_the_sdks_own():

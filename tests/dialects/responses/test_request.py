@@ -318,6 +318,8 @@ REFUSED = [
     ({"input": [{"type": "web_search_call", "id": "ws"}]}, "input[0]"),
     ({"input": [{"type": "local_shell_call", "id": "x"}]}, "input[0]"),
     ({"input": [{"type": ["x"]}]}, "input[0]"),
+    ({"input": [{"content": "x"}]}, "input[0]"),
+    ({"input": [{"id": f"msg_{OURS}_0"}]}, "input[0].id"),
     ({"input": [{"type": "additional_tools"}]}, "input[0].tools"),
     ({"input": [{"type": "additional_tools", "tools": [{**SPACE, "tools": [5]}]}]}, "input[0].tools[0].tools[0]"),
     ({"input": [{**CALLED, "arguments": {}}]}, "input[0].arguments"),

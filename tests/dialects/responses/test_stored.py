@@ -110,10 +110,11 @@ async def test_nothing_is_stored_without_store():
     assert made["store"] is False
 
 
-async def test_references_become_the_items():
+@pytest.mark.parametrize("kind", [{"type": "item_reference"}, {"type": None}, {}])
+async def test_references_become_the_items(kind):
     session = Session()
     made = await session.respond(REPLY, input=[USER])
-    references = [{"type": "item_reference", "id": item["id"]} for item in made["output"]]
+    references = [{**kind, "id": item["id"]} for item in made["output"]]
     items = [USER, *references, *result(made)]
     expected = (await session.chat(input=[USER, *made["output"], *result(made)]))["messages"]
     second = await session.respond({"content": "x"}, input=items)
@@ -154,6 +155,11 @@ async def test_other_routes(method, path, status):
     with pytest.raises(HarnessError) as refused:
         await Session().ask(path=path, method=method)
     assert refused.value.status == status
+
+
+async def test_compaction_is_refused_with_what_to_do():
+    with pytest.raises(HarnessError, match="let the client summarize them"):
+        await Session().ask(path="/compact", method="POST")
 
 
 async def test_events_are_not_stored():

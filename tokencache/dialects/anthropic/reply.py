@@ -8,8 +8,9 @@ is sent after the engine's last chunk, which has the usage.
 
 Differences from vLLM 0.32 (`entrypoints/anthropic/serving.py`):
 
-* `input` has to be an object. A stream passes arguments on as they come. In a whole reply, arguments that are not an object are wrapped
-  (`vocabulary.UNPARSED`), so no client runs a tool with them by mistake; the request parser unwraps them. vLLM answers 500;
+* `input` has to be an object. A stream passes arguments on as they come, once they begin like one. Arguments that are not an object are
+  wrapped (`vocabulary.UNPARSED`), so no client runs a tool with them by mistake; the request parser unwraps them. Anthropic's clients raise
+  an error for others in a stream. A stream leaves out `null`, which they then read as `{}`, as Claude Code does. vLLM answers 500;
 * parallel calls that an engine sends interleaved have several open blocks with different indexes, as Anthropic's clients accept. vLLM's own
   parsers never interleave; its converter would drop the pieces;
 * an empty reply is one empty text block, in a stream too (vLLM sends no block there);
@@ -40,6 +41,7 @@ class _Block:
     def __init__(self, index: int, kind: str) -> None:
         self.index, self.kind = index, kind
         self.arguments: list[str] = []
+        self._is_object: bool | None = None  # whether they begin like an object; `None` before anything but white space has come
         self._read, self._complete = 0, False  # how many pieces of them were parsed, and with which result
         # The hundreds of deltas of a block differ only in their last member: the bytes before it are written once.
         delta, member = _DELTAS[kind]
@@ -48,6 +50,20 @@ class _Block:
     def delta(self, text: str) -> bytes:
         """Write the event for the next piece of its text."""
         return self._head + json_io.write(text) + _TAIL
+
+    def grow(self, piece: str) -> bytes:
+        """Add a piece of the arguments, and write its event; none while they do not begin like an object."""
+        self.arguments.append(piece)
+        if self._is_object is None and piece.strip():
+            self._is_object = piece.lstrip().startswith("{")
+        return self.delta(piece) if self._is_object else b""
+
+    def wrapped_arguments(self) -> bytes:
+        """Write the event for arguments that do not begin like an object; none for `null`."""
+        arguments = "".join(self.arguments)
+        if self._is_object is not False or arguments.strip() == "null":
+            return b""
+        return self.delta(json_io.write(wrapped(arguments)).decode())
 
     @property
     def complete(self) -> bool:
@@ -118,10 +134,7 @@ class AnthropicReplyEncoder(ReplyEncoder):
             block = self._open[-1] if self._open else None
             return block.delta(text) if block is not None and block.kind == _BLOCK_TYPES[kind] else None
         block = self._calls.get(call)
-        if block is None:
-            return None
-        block.arguments.append(text)
-        return block.delta(text)
+        return block.grow(text) if block is not None else None
 
     def end(self) -> bytes:
         """See `ReplyEncoder.end`."""
@@ -194,8 +207,7 @@ class AnthropicReplyEncoder(ReplyEncoder):
             block = self._calls[number] = _Block(self._blocks, "tool_use")
             self._begin(block, {"id": call.id or "", "name": call.name, "input": {}}, out)
         if call.arguments:
-            block.arguments.append(call.arguments)
-            out.append(block.delta(call.arguments))
+            out.append(block.grow(call.arguments))
 
     def _begin(self, block: _Block, empty: dict[str, Any], out: list[bytes]) -> None:
         self._open.append(block)
@@ -207,6 +219,7 @@ class AnthropicReplyEncoder(ReplyEncoder):
             if block.kind == "thinking":
                 signature = {"type": "signature_delta", "signature": self._signature}
                 out.append(_event("content_block_delta", index=block.index, delta=signature))
+            out.append(block.wrapped_arguments())
             out.append(_event("content_block_stop", index=block.index))
         self._open = []
 

@@ -64,9 +64,9 @@ def required(fields: dict[str, Any], name: str, kind: type, at: Position = "") -
 
 
 UNPARSED = "__unparsed_arguments"
-"""The member that holds a call's arguments as one string, in a whole reply, if they are not a JSON object.
+"""The member that holds a call's arguments as one string, if they are not a JSON object; in a stream, if they do not begin like one.
 
-Claude Code itself wraps such arguments from a stream, under another name. The rule `unparsed-input` covers that (`core.rules`).
+Claude Code itself wraps other broken arguments from a stream, under another name. The rule `unparsed-input` covers that (`core.rules`).
 """
 
 

@@ -100,7 +100,8 @@ class ItemMessages:
                 self.close()
                 self.tools[bracketed((at, "tools"))] = item.get("tools")
             case _:
-                raise _wrong(at, f": items of type {kind!r} are not supported")
+                why = f": items of type {kind!r} are not supported" if kind is not None else " must have a 'type' or a 'role'"
+                raise _wrong(at, why)
         if self._reply:  # the last item of a reply has its ids
             self._echo = echo or self._echo
 

@@ -118,7 +118,12 @@ class Library:
             HarnessError: no such item is stored.
             StoreError: a document could not be read.
         """
-        wanted = {i: item for i, (_, item) in enumerate(items) if isinstance(item, dict) and item.get("type") == "item_reference"}
+        wanted = {
+            i: item
+            for i, (_, item) in enumerate(items)
+            if isinstance(item, dict)
+            and ((kind := item.get("type")) == "item_reference" or (kind is None and "id" in item and "role" not in item))
+        }  # OpenAI's API does not require the type of a reference (openai 3.52, `ItemReference`)
         if not wanted:
             return items
         handles = sorted({handle_of(item) for item in wanted.values()} - {""})
@@ -193,6 +198,7 @@ def _digest(items: list[bytes]) -> str:
 
 _PATH = re.compile(r"/(resp_([0-9a-f]{32})|[^/]+)(/input_items|/cancel)?")
 _PAGE, _MOST = 20, 100
+_NOT_COMPACTED = "conversations are not compacted here: let the client summarize them (Codex does unless its provider is named 'OpenAI')"
 
 
 async def answer_stored(request: DialectRequest, path: str) -> DirectReply:
@@ -228,7 +234,8 @@ async def answer_stored(request: DialectRequest, path: str) -> DirectReply:
         case "POST", "/cancel":
             raise HarnessError("Cannot cancel a synchronous response: 'background' is not supported")
         case _:
-            raise HarnessError(f"Invalid method for URL ({request.method} {request.path})", status=HTTPStatus.METHOD_NOT_ALLOWED)
+            message = f"Invalid method for URL ({request.method} {request.path})"
+            raise HarnessError(_NOT_COMPACTED if name == "compact" else message, status=HTTPStatus.METHOD_NOT_ALLOWED)
 
 
 def _unknown(name: str) -> HarnessError:
