@@ -123,6 +123,11 @@ class EngineError(TokencacheError):
         return self._message
 
     @property
+    def down(self) -> bool:
+        """Whether the engine counts as down: it accepts no connection."""
+        return not self.reached
+
+    @property
     def passing(self) -> bool:
         """Whether nothing was sampled and the engine may accept the same request later: no connection, or a status in `NOT_NOW`."""
         return not self.reached or self.status in NOT_NOW
@@ -130,6 +135,8 @@ class EngineError(TokencacheError):
 
 class OutOfFilesError(EngineError):
     """This process has no file left for a connection to an engine. That says nothing about the engine."""
+
+    down = False
 
 
 class WeightsUpdatingError(EngineError):
