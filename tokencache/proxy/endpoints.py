@@ -369,7 +369,8 @@ class Endpoints:
         if asked.settings.tenant:
             salt = keyed_hash(self._parser.secret, b"tenant" + asked.settings.tenant.encode())
             fields["cache_salt"] = msgspec.Raw(b'"%s"' % salt.hex().encode())
-        policy = {**self._pool.engine_of(asked.session, call.model).driver.pinned, **self._options.sampling, **asked.settings.sampling}
+        pinned = self._pool.engine_of(asked.session, call.model).driver.pinned if self._pool.monitors else {}  # the call waits for one
+        policy = {**pinned, **self._options.sampling, **asked.settings.sampling}
         if not policy:
             return {}
         replaced = pin(fields, policy)
