@@ -99,6 +99,14 @@ class MemoryFullError(TokencacheError):
     headers = MappingProxyType({"Retry-After": "5"})
 
 
+class SlowBodyError(HarnessError):
+    """The body of the request arrives too slowly; `began` is when the proxy began to read it, as Unix time in seconds."""
+
+    def __init__(self, message: str, *, began: float) -> None:
+        super().__init__(message, status=HTTPStatus.REQUEST_TIMEOUT)
+        self.began = began
+
+
 class EngineError(TokencacheError):
     """The engine could not be reached, or closed the connection.
 

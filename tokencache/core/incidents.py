@@ -186,7 +186,7 @@ class IncidentKind(StrEnum):
     CLIENT_GONE = (
         "client-gone",
         "",
-        "the harness disconnected during a stream (its turn ends there), or before an engine took the call",
+        "the harness disconnected during a stream (its turn ends there) or before an engine took the call, or its request came too slowly",
         "None: harnesses do this on Escape and on timeouts.",
     )
     ENGINE_DISAGREES = (

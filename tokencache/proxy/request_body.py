@@ -16,6 +16,7 @@ knows whether it will send the body.
 
 import asyncio
 import re
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
@@ -24,7 +25,7 @@ from http import HTTPStatus
 from aiohttp import HttpVersion11, web
 from aiohttp.client_exceptions import ClientPayloadError
 
-from tokencache.errors import HarnessError, MemoryFullError
+from tokencache.errors import HarnessError, MemoryFullError, SlowBodyError
 from tokencache.pauses import LARGE, pause
 from tokencache.proxy.compressed_body import coding_of, decompressed
 from tokencache.proxy.fetched_media import FetchedMedia
@@ -186,9 +187,9 @@ async def arriving(request: web.Request) -> AsyncGenerator[bytes, None]:
     """Yield a body as it arrives.
 
     Raises:
-        HarnessError: the body arrives too slowly.
+        SlowBodyError: the body arrives too slowly.
     """
-    loop, content = asyncio.get_running_loop(), request.content
+    loop, content, began = asyncio.get_running_loop(), request.content, time.time()
     left, begun = PIECE_SECONDS, content.total_bytes
     if waits_to_send(request):
         del request[_WAITS]
@@ -200,8 +201,7 @@ async def arriving(request: web.Request) -> AsyncGenerator[bytes, None]:
             async with asyncio.timeout(left):
                 chunk = await content.readany()
         except TimeoutError:
-            message = f"the request's body arrives too slowly: {content.total_bytes} bytes so far"
-            raise HarnessError(message, status=HTTPStatus.REQUEST_TIMEOUT) from None
+            raise SlowBodyError(f"the request's body arrives too slowly: {content.total_bytes} bytes so far", began=began) from None
         if not chunk:
             return
         left -= loop.time() - asked
