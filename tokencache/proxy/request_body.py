@@ -40,8 +40,9 @@ _LARGE = 2**20
 """Bytes of a body from which on its owner is checked before it is read."""
 MOST_OBJECTS, MOST_VALUES = 100_000, 1_000_000
 """Limits for JSON objects, and for values in lists and objects. A turn of an agent with one tool call has about eight objects."""
-_SMALL = 3 * MOST_OBJECTS
-"""Bytes. A shorter body cannot contain that many objects: each takes two bytes, and a comma separates it from the next."""
+_SMALL = min(LARGE, 3 * MOST_OBJECTS, MOST_VALUES)
+"""Bytes. A body that is no longer has neither too many objects, which take two bytes and a comma each, nor too many values. It is read
+without pauses."""
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 """A string, or the rest of the body if a string has no end, so that the search never restarts within a string."""
 _BETWEEN_PAUSES = 2000
@@ -119,7 +120,7 @@ async def body_of(request: web.Request, holding: Holding) -> bytes:
             holding.give_all()
             raise
         holding.body = body
-    if len(body) > LARGE:
+    if len(body) > _SMALL:
         await check_values(body)
         await pause()
     return body
@@ -216,7 +217,7 @@ async def check_values(body: bytes) -> None:
     Raises:
         HarnessError: the body has too many values.
     """
-    if len(body) < _SMALL:
+    if len(body) <= _SMALL:
         return
     await pause()
     if body.count(b"{") <= MOST_OBJECTS and (len(body) <= MOST_VALUES or body.count(b",") + body.count(b"[") <= MOST_VALUES):
