@@ -7,6 +7,7 @@ from tokencache.errors import (
     HarnessError,
     MemoryFullError,
     OutOfFilesError,
+    SlowBodyError,
     TokencacheError,
     UnexpectedAnswerError,
     WeightsUpdatingError,
@@ -28,6 +29,7 @@ from tokencache.store.base import (
 
 ANSWERS = [
     (HarnessError("no", status=404, kind="not_found_error", param="model"), 404, "not_found_error", "no"),
+    (SlowBodyError("slow", began=0.0), 408, "invalid_request_error", "slow"),
     (HarnessError("no"), 400, "invalid_request_error", "no"),
     (EngineError("gone"), 502, "upstream_error", "gone"),
     (OutOfFilesError("no file"), 502, "upstream_error", "no file"),

@@ -99,6 +99,14 @@ class MemoryFullError(TokencacheError):
     headers = MappingProxyType({"Retry-After": "5"})
 
 
+class SlowBodyError(HarnessError):
+    """The body of the request arrives too slowly; `began` is when the proxy began to read it, as Unix time in seconds."""
+
+    def __init__(self, message: str, *, began: float) -> None:
+        super().__init__(message, status=HTTPStatus.REQUEST_TIMEOUT)
+        self.began = began
+
+
 class EngineError(TokencacheError):
     """The engine could not be reached, or closed the connection.
 
@@ -123,6 +131,11 @@ class EngineError(TokencacheError):
         return self._message
 
     @property
+    def down(self) -> bool:
+        """Whether the engine counts as down: it accepts no connection."""
+        return not self.reached
+
+    @property
     def passing(self) -> bool:
         """Whether nothing was sampled and the engine may accept the same request later: no connection, or a status in `NOT_NOW`."""
         return not self.reached or self.status in NOT_NOW
@@ -130,6 +143,8 @@ class EngineError(TokencacheError):
 
 class OutOfFilesError(EngineError):
     """This process has no file left for a connection to an engine. That says nothing about the engine."""
+
+    down = False
 
 
 class WeightsUpdatingError(EngineError):

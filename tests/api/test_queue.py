@@ -81,6 +81,27 @@ class TestDeliveries:
         assert await queue.wait(Await(["damaged"], wait=0)) == ([], [])
         assert [entry.session for entry in await store.queue()] == ["damaged", "a"], "somebody may still be able to read it"
 
+    @pytest.mark.parametrize("wanted", [{"model": "m"}, {"max_lag": 5}])
+    async def test_damaged_turns_do_not_keep_consumers_from_other_sessions(self, wanted):
+        class Damaged(MemoryStore):
+            async def turns(self, session):
+                if session == "damaged":
+                    raise DamagedError("a turn of session damaged is damaged")
+                return await super().turns(session)
+
+        store = Damaged()
+        queue = queue_of(store)
+        for at, name in enumerate(("damaged", "a")):
+            await store.define(name, SessionSettings(), Labels())
+            begun, forest = await store.begin(name, name, []), line(1)
+            forest.change("t0", model="m", versions=[{"version": "8", "start": 0, "end": 2}], version_source="trainer")
+            await store.commit(name, begun.epoch, name, [Entry(one, forest.tokens[one.id], (), b"") for one in forest.turns], [])
+            await store.offer(name, begun.epoch, float(at))
+            await store.finish(name)
+        assert await store.replace_weights(WeightsState().announce("8", 1.0))
+        assert names_of(await take(queue, Take("c", **wanted))) == [["a"]]
+        assert [entry.session for entry in await store.queue()] == ["damaged", "a"]
+
     async def test_a_session_is_taken_sealed_and_gone_when_it_is_acknowledged(self, store):
         queue = queue_of(store)
         await finish(store, "a", "b")

@@ -1,5 +1,6 @@
 """How a rollout ended: from what was given, from its incidents, from its newest turn, or because there is none."""
 
+import msgspec
 import pytest
 
 from tokencache.core.incidents import IncidentKind
@@ -91,10 +92,11 @@ def test_a_retry_that_got_the_newest_reply_makes_up_for_what_was_before():
             assert outcome(*retries, incident(IncidentKind.CLIENT_GONE, at, call=call), latest=turn).kind == kind
 
 
-def test_a_retry_that_waited_for_the_newest_reply_makes_up_for_its_call_alone():
+def test_a_retry_that_waited_for_the_newest_reply_makes_up_for_its_call_and_what_was_before_the_retry():
     turn, retry = LatestTurn("t7", call="k7", created=100.0), incident(IncidentKind.RETRY_JOINED, 103.0, call="k7")
-    for call, kind in (("k7", "ok"), ("k8", "harness")):
-        assert outcome(retry, incident(IncidentKind.CLIENT_GONE, 102.0, call=call), latest=turn).kind == kind
+    for since, call, kind in ((101.0, "k7", "ok"), (101.0, "k8", "harness"), (102.5, "k8", "ok"), (0.0, "k8", "harness")):
+        retried = msgspec.structs.replace(retry, since=since)
+        assert outcome(retried, incident(IncidentKind.CLIENT_GONE, 102.0, call=call), latest=turn).kind == kind
 
 
 def test_a_session_that_is_over_without_a_call_is_a_failure_of_its_harness():

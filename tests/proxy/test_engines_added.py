@@ -109,6 +109,18 @@ async def test_without_an_engine_every_error_explains_how_to_add_one(path, sessi
         assert (await request(rig, "GET"))["engines"] == []
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_waits_for_the_first_engine(stream):
+    async with engines() as made, replica(hold=PATIENCE) as rig:
+        before = calls_held("down")
+        call = asyncio.create_task(rig.say("s", [*ASK, {"role": "system", "content": "be brief"}], stream=stream))
+        await until(lambda: calls_held("down") > before)
+        await request(rig, "POST", url=next(iter(made)), status=201)
+        await call
+        info = await rig.info()
+        assert (info["valid"], [one["kind"] for one in info["incidents"]]) == (True, ["held"])
+
+
 async def test_an_engine_is_added_and_serves():
     async with engines() as made, replica() as rig:
         (url,) = made

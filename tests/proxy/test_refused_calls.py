@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 import re
 
+import aiohttp
 import pytest
 
 from tests.proxy.kit import HEADER, proxied, user
+from tests.support.waiting import until
 from tokencache.request_memory import Owner
 from tokencache.store.base import StoreError
 
@@ -64,9 +66,10 @@ REFUSALS = {
 }
 
 
+@pytest.mark.parametrize("more", [{}, {"session_from": ["body:session"]}])
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.__name__)
-async def test_a_harness_that_gave_up_after_a_refusal_has_failed(refusal):
-    async with proxied(**({"session_from": ["body:session"]} if refusal is full_share else {})) as rig:
+async def test_a_harness_that_gave_up_after_a_refusal_has_failed(refusal, more):
+    async with proxied(**more) as rig:
         _, first = await ask(rig)
         kind, incident = REFUSALS[refusal]
         again = {"previous_response_id": first["id"], "input": "go on"}
@@ -76,6 +79,46 @@ async def test_a_harness_that_gave_up_after_a_refusal_has_failed(refusal):
         assert await outcome(rig) == (kind, True, [incident])
         assert (await ask(rig, **again))[0] == 200
         assert await outcome(rig) == ("ok", True, [incident])
+
+
+@pytest.mark.parametrize("more", [{}, {"session_from": ["body:session"]}])
+async def test_a_harness_whose_body_stopped_has_failed_until_it_asks_again(monkeypatch, more):
+    monkeypatch.setattr("tokencache.proxy.request_body.PIECE_SECONDS", 0.01)
+    async with proxied(**more) as rig:
+        await ask(rig)
+        async with aiohttp.ClientSession() as http:
+            stops = asyncio.Event()
+
+            async def body():
+                yield b"{"
+                await stops.wait()
+
+            async with http.post(f"{rig.url}/v1/responses", data=body(), headers={HEADER: "s"}) as answer:
+                assert answer.status == 408
+            stops.set()
+        assert await outcome(rig) == ("harness", True, ["client-gone"])
+        await ask(rig)
+        assert await outcome(rig) == ("ok", True, ["client-gone"])
+
+
+async def test_a_body_that_stopped_before_the_last_call_began_is_no_failure(monkeypatch):
+    """The call may have been made again meanwhile, on another connection."""
+    monkeypatch.setattr("tokencache.proxy.request_body.PIECE_SECONDS", 3.0)
+    async with proxied() as rig, aiohttp.ClientSession() as http:
+        begun, stops = asyncio.Event(), asyncio.Event()
+
+        async def body():
+            yield b"{"
+            begun.set()
+            await stops.wait()
+
+        stopped = asyncio.create_task(http.post(f"{rig.url}/v1/responses", data=body(), headers={HEADER: "s"}))
+        await begun.wait()
+        await until(lambda: rig.proxy.request_memory.total)
+        await ask(rig)
+        assert (await stopped).status == 408
+        stops.set()
+        assert await outcome(rig) == ("ok", True, ["client-gone"])
 
 
 @pytest.mark.parametrize("path", ["/v1/responses/input_tokens", "/v1/messages/count_tokens", "/v1beta/models/sim:countTokens"])

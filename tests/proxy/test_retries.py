@@ -191,6 +191,21 @@ async def test_a_call_like_one_in_flight_gets_its_reply(store, streams, more):
         assert exported["complete"]
 
 
+async def test_a_retry_that_gets_the_reply_makes_up_for_one_that_was_refused_for_memory(rig):
+    go, memory = gate(rig), rig.proxy.request_memory
+    await leave(rig)
+    most, memory.most = memory.most, 0
+    assert (await send(rig))[0] == 503
+    memory.most = most
+    again = asyncio.create_task(send(rig))
+    await wanted(rig)
+    go.set()
+    said(await again)
+    await settled(rig)
+    assert (await rig.info())["outcome"] == "ok"
+    assert await incidents(rig) == {"request-not-read": 1, "retry-joined": 1}
+
+
 async def test_continuing_a_reply_that_was_served_twice_continues_one_turn(rig):
     body = {**ASK, "messages": [user("EPISODE:demo")], "tools": TOOLS}
     go = gate(rig)

@@ -255,6 +255,9 @@ async def test_messages_and_kept_items_count_as_memory():
             rig.proxy.request_memory.most = rig.proxy.request_memory.total
             raw.write(b"\0" * 5_000)
             assert await other.closed() is None
+            await until(lambda: rig.store.session("other"), "the client may not come back")
+            info = await rig.info("other")
+            assert (info["outcome"], [one["kind"] for one in info["incidents"]]) == ("engine", ["request-not-read"])
             rig.proxy.request_memory.most = 60_000
             await socket.response(input=results(first), previous_response_id=first["id"])
         await until(lambda: not rig.proxy.request_memory.total)

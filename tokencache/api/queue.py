@@ -33,7 +33,7 @@ from tokencache.errors import HarnessError
 from tokencache.proxy.dedup.lost_calls import LostCalls
 from tokencache.proxy.ledger import Ledger
 from tokencache.recent import Recent
-from tokencache.store.base import QueueEntry, RemoveOutcome, SealOutcome, SessionInfo, Store, read_states
+from tokencache.store.base import DamagedError, QueueEntry, RemoveOutcome, SealOutcome, SessionInfo, Store, read_states
 from tokencache.trajectories.rollout import worth_object
 from tokencache.trajectories.versions import LagLimit, VersionCounts, count_versions
 from tokencache.wakeup import wait_for
@@ -306,7 +306,11 @@ class SessionQueue:
         if limit is None and not model:
             return True
         if info.epoch not in self._sampled:
-            self._sampled[info.epoch] = _sampled_by_model(await self._store.turns(info.id))
+            try:
+                self._sampled[info.epoch] = _sampled_by_model(await self._store.turns(info.id))
+            except DamagedError as why:
+                _log_damaged(info.id, why)
+                return False
         sampled = self._sampled[info.epoch].get(model)
         if sampled is None or limit is None:
             return sampled is not None
@@ -385,8 +389,12 @@ async def _states(store: Store, names: Sequence[str]) -> dict[str, SessionInfo |
     """Read the states of sessions, without those whose data is damaged: they must not keep consumers from the others."""
     states, damaged = await read_states(store, names)
     for name, why in damaged.items():
-        log.error("session %s stays in the queue: %s; delete it", name, why)
+        _log_damaged(name, why)
     return states
+
+
+def _log_damaged(session: str, why: DamagedError) -> None:
+    log.error("session %s stays in the queue: %s; delete it", session, why)
 
 
 def _sampled_by_model(turns: Sequence[Turn]) -> dict[str, _Sampled]:

@@ -22,6 +22,7 @@ class Incident(msgspec.Struct, frozen=True, omit_defaults=True):
         call, turn: the ids of the call and the turn; `""` if it concerns none.
         at: Unix time in seconds.
         status: the HTTP status with which the engine answered; 0 if it gave none, or if an older version recorded the incident.
+        since: of `retry-joined`, when the repeated call arrived, as Unix time in seconds; 0 if an older version recorded the incident.
     """
 
     kind: str
@@ -31,6 +32,7 @@ class Incident(msgspec.Struct, frozen=True, omit_defaults=True):
     turn: str = ""
     at: float = 0.0
     status: int = 0
+    since: float = 0.0
 
 
 class IncidentKind(StrEnum):
@@ -184,7 +186,7 @@ class IncidentKind(StrEnum):
     CLIENT_GONE = (
         "client-gone",
         "",
-        "the harness disconnected during a stream (its turn ends there), or before an engine took the call",
+        "the harness disconnected during a stream (its turn ends there) or before an engine took the call, or its request came too slowly",
         "None: harnesses do this on Escape and on timeouts.",
     )
     ENGINE_DISAGREES = (

@@ -32,7 +32,7 @@ from typing import Any
 
 import msgspec
 
-from tokencache.core.strict_json import SURROGATE
+from tokencache.core.strict_json import replace_surrogates
 
 BLANK = (
     "\ufeff \t\n\r\x0b\x0c\x1c\x1d\x1e\x1f\x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006"
@@ -210,14 +210,14 @@ def _canonical(value: Any) -> Any:
         case None | bool():
             return value
         case str():
-            text = SURROGATE.sub("\ufffd", value)
+            text = replace_surrogates(value)
             return "\x00" + text if text.startswith("\x00") else text  # NUL marks numbers that are not doubles
         case int() | float():
             return _double(value)
         case list():
             return [_canonical(item) for item in value]
         case _:
-            return {SURROGATE.sub("\ufffd", key): _canonical(item) for key, item in value.items()}
+            return {replace_surrogates(key): _canonical(item) for key, item in value.items()}
 
 
 def _double(value: float) -> float | str:

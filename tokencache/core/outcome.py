@@ -10,7 +10,7 @@ What was given decides. Otherwise the first of these that holds:
 
 1. An incident whose cause is `lasting` (`CAUSES`), unless it lost nothing: nothing that the harness does later makes up for it.
 2. The newest of the other incidents in `CAUSES`, if no later turn began, and no later call received the recorded reply of the newest turn:
-   the harness gave up. A call that waited for that reply may have begun before: it makes up only for incidents of the turn's own call.
+   the harness gave up. A call that waited for that reply makes up for incidents of the turn's own call, and for others before it arrived.
 3. The newest turn is marked `unanswered`, and no retry received its reply: the harness left, and never came back. A `second-sample` is no
    evidence unless it is marked `never-answered`: an equal call had been answered, and the network may deliver a call after its retry. If
    its client left, failures of the engine in that call are none either.
@@ -169,8 +169,8 @@ def outcome_of(given: Outcome | None, incidents: Sequence[Incident], latest: Lat
         evidence = [one for one in evidence if one.call != call or one.kind == IncidentKind.CLIENT_GONE]
     retries = [one for one in incidents if one.kind in _ANSWERED_LATER and one.call == call]
     received = max((one.at for one in retries), default=0.0)
-    replayed = max((one.at for one in retries if one.kind == IncidentKind.RETRY_REPLAYED), default=0.0)
-    if found := _newest([one for one in evidence if one.at >= max(began, received if one.call == call else replayed)]):
+    repeated = max((one.at if one.kind == IncidentKind.RETRY_REPLAYED else one.since for one in retries), default=0.0)
+    if found := _newest([one for one in evidence if one.at >= max(began, received if one.call == call else repeated)]):
         return _from(found)
     if latest is None:
         return Outcome(OutcomeKind.HARNESS, "no call was recorded") if over else Outcome()

@@ -3,12 +3,14 @@
 import json
 import math
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import msgspec
 
-SURROGATE = re.compile("[\ud800-\udfff]")
-"""A lone surrogate."""
+replace_surrogates: Callable[[str], str] = partial(re.compile("[\ud800-\udfff]").sub, "\ufffd")
+"""Replaces lone surrogates in a text with U+FFFD. It is no function of its own, because each text of a conversation is given to it."""
 
 
 def read(text: str | bytes) -> Any:
@@ -23,7 +25,8 @@ def read(text: str | bytes) -> Any:
     except ValueError:
         found = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
         written = json.dumps(found, ensure_ascii=False)
-        return json.loads(replace_surrogates(written)) if SURROGATE.search(written) else found
+        replaced = replace_surrogates(written)
+        return json.loads(replaced) if replaced != written else found
 
 
 def read_object(arguments: str) -> dict[str, Any] | None:
@@ -33,11 +36,6 @@ def read_object(arguments: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
-
-
-def replace_surrogates(text: str) -> str:
-    """Replace lone surrogates with U+FFFD."""
-    return SURROGATE.sub("\ufffd", text)
 
 
 def _refuse_constant(text: str) -> NoReturn:

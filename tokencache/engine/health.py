@@ -28,7 +28,7 @@ from tokencache.engine.model import Engine, Model
 from tokencache.engine.probe import PLAIN_ARGS
 from tokencache.engine.template.boundary import ASK
 from tokencache.engine.template.renderer import RenderError
-from tokencache.errors import NO_ROUTE, EngineError, OutOfFilesError
+from tokencache.errors import NO_ROUTE, EngineError
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class EngineMonitor:
         except TimeoutError:
             self._strike(f"no answer to /health within {TIMEOUT_SECONDS:g} s")
         except EngineError as why:
-            self._strike(str(why)) if why.reached or isinstance(why, OutOfFilesError) else self.mark_down(str(why))
+            self.mark_down(str(why)) if why.down else self._strike(str(why))
         else:
             if problem:
                 self._strike(problem)

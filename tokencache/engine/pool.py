@@ -35,7 +35,7 @@ from tokencache.engine.groups import EngineGroup, group_engines, group_named
 from tokencache.engine.health import EngineMonitor
 from tokencache.engine.model import Endpoint, Engine, Model
 from tokencache.engine.placement import Placement, place_of
-from tokencache.errors import EngineError, HarnessError, OutOfFilesError
+from tokencache.errors import EngineError, HarnessError
 from tokencache.recent import Recent
 from tokencache.wakeup import end
 
@@ -363,17 +363,13 @@ class Pool:
         return EngineError(f"{what}: {how}", status=HTTPStatus.SERVICE_UNAVAILABLE, reached=False)
 
     async def model(self, name: str = "") -> Model:
-        """Return a model of the first engine that serves it, for requests without a session.
+        """Return a model of an engine that serves it, for requests without a session.
 
         Raises:
-            EngineError: the engine cannot be reached, or refuses the model.
+            EngineError: no engine takes calls, the engine cannot be reached, or it refuses the model.
             HarnessError: no engine serves the model.
         """
-        taking = self._taking(name)
-        if not taking:
-            raise self.unavailable()
-        serving = next((monitor for monitor in taking if self.serves(monitor)), taking[0])
-        return await serving.engine.model(name)
+        return await self.order(None, name)[0].model(name)
 
     @property
     def raw_logprobs(self) -> bool:
@@ -386,9 +382,9 @@ class Pool:
         return all(monitor.identity.capability["later_system"] for monitor in self.monitors if monitor.identity is not None)
 
     def mark_down(self, engine: Engine, why: EngineError) -> None:
-        """Mark an engine down at once, because a call could not connect to it, unless this process has no file left."""
+        """Mark an engine down at once if a request failed because it is."""
         for monitor in self.monitors:
-            if monitor.engine is engine and not isinstance(why, OutOfFilesError):
+            if monitor.engine is engine and why.down:
                 monitor.mark_down(str(why))
 
     def _changed(self) -> None:

@@ -239,8 +239,7 @@ class Dispatch:
         """Return the refusal that an error means; raise the error if the engine may have begun to sample a new reply."""
         if not why.passing and self._request.state not in {RequestState.BROKEN, RequestState.CONTINUING}:
             raise why
-        if not why.reached:
-            self._services.pool.mark_down(engine, why)
+        self._services.pool.mark_down(engine, why)
         return _Refusal(str(why), error=why)
 
     async def _plan(self, endpoint: Endpoint) -> PlannedCall:

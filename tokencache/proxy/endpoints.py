@@ -37,7 +37,7 @@ from tokencache.engine.model import Engine, Model
 from tokencache.engine.pool import Pool
 from tokencache.engine.probe import whole
 from tokencache.engine.routes import samples_nothing
-from tokencache.errors import EngineError, HarnessError, MemoryFullError, TokencacheError, UnexpectedAnswerError, is_refusal
+from tokencache.errors import EngineError, HarnessError, MemoryFullError, SlowBodyError, TokencacheError, UnexpectedAnswerError, is_refusal
 from tokencache.net import end_to_end_headers
 from tokencache.proxy.call import CallRequest
 from tokencache.proxy.call_states import may_answer_with_status
@@ -64,6 +64,7 @@ _REFUSALS: Mapping[type[Exception], IncidentKind] = MappingProxyType(
         StoreError: IncidentKind.STORE_ERROR,
         EngineError: IncidentKind.UPSTREAM_DOWN,
         MemoryFullError: IncidentKind.REQUEST_NOT_READ,
+        SlowBodyError: IncidentKind.CLIENT_GONE,
     }
 )
 _MOST_SETTINGS = 4
@@ -172,8 +173,9 @@ class Endpoints:
     async def note_refusal(self, request: web.Request, session: str, why: BaseException) -> None:
         """Add an incident for a call that was refused before it began. A token count is none."""
         kind = next((kind for cause, kind in _REFUSALS.items() if isinstance(why, cause)), IncidentKind.INTERNAL_ERROR)
+        at = why.began if isinstance(why, SlowBodyError) else 0.0
         if _makes_a_call(request):
-            await self._ledger.note_refused_call(session, kind, str(why) if isinstance(why, TokencacheError) else type(why).__name__)
+            await self._ledger.note_refused_call(session, kind, str(why) if isinstance(why, TokencacheError) else type(why).__name__, at=at)
 
     def _session_request(self, request: web.Request, session: str, origin: Origin, settings: SessionSettings, route: str) -> SessionRequest:
         """Return a request as it is served by the given settings.
@@ -227,7 +229,7 @@ class Endpoints:
             if isinstance(parsed, ParsedCall):
                 call = await self._read(asked, request, parsed, f"{asked.session}\0{dialect.name}")
                 call.replaced = self._pin(asked, call)
-        except (EngineError, StoreError, asyncio.CancelledError) as why:
+        except (EngineError, StoreError, SlowBodyError, asyncio.CancelledError) as why:
             gone = isinstance(why, asyncio.CancelledError)
             await (_note_left(self._ledger, self._options.retries, asked) if gone else self.note_refusal(asked.request, asked.session, why))
             raise
@@ -349,7 +351,6 @@ class Endpoints:
         except (SessionFinishedError, SessionSealedError):
             await self._ledger.note_late_call(asked.session, f"{asked.request.method} {asked.route[:80]}")
             raise
-
         body = await self._bodies.without_addresses(asked, body)
         return await _relay_noted(self._pool, self._ledger, asked, what, path=path or asked.path, body=body)
 
@@ -369,7 +370,8 @@ class Endpoints:
         if asked.settings.tenant:
             salt = keyed_hash(self._parser.secret, b"tenant" + asked.settings.tenant.encode())
             fields["cache_salt"] = msgspec.Raw(b'"%s"' % salt.hex().encode())
-        policy = {**self._pool.engine_of(asked.session, call.model).driver.pinned, **self._options.sampling, **asked.settings.sampling}
+        pinned = self._pool.engine_of(asked.session, call.model).driver.pinned if self._pool.monitors else {}  # the call waits for one
+        policy = {**pinned, **self._options.sampling, **asked.settings.sampling}
         if not policy:
             return {}
         replaced = pin(fields, policy)

@@ -22,7 +22,7 @@ from tokencache.engine.image_names import ImageNames, NamedImage, with_pixels
 from tokencache.engine.model import Engine
 from tokencache.engine.prefixes import MEMBER, PrefixUse, PromptName, can_be_named, is_miss
 from tokencache.engine.ranks import RANK_HEADER, is_refused_rank
-from tokencache.errors import NOT_NOW, OK, EngineError, OutOfFilesError, is_error
+from tokencache.errors import NOT_NOW, OK, EngineError, is_error
 from tokencache.proxy.facts import BegunCall, PlannedCall
 from tokencache.proxy.kv_salt import MEMBER as SALT
 from tokencache.proxy.planner import media_reason
@@ -207,10 +207,9 @@ class EngineSender(msgspec.Struct, eq=False):
             engine.lost_rank(rank)
             del headers[RANK_HEADER]
             return await engine.upstream.send("POST", request.path, headers=headers, body=request.body)
-        except OutOfFilesError:
-            raise
         except EngineError as why:
-            planned.engine.forget(str(why))
+            if why.reached or why.down:
+                planned.engine.forget(str(why))
             raise
 
 

@@ -16,6 +16,7 @@ knows whether it will send the body.
 
 import asyncio
 import re
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
@@ -24,7 +25,7 @@ from http import HTTPStatus
 from aiohttp import HttpVersion11, web
 from aiohttp.client_exceptions import ClientPayloadError
 
-from tokencache.errors import HarnessError, MemoryFullError
+from tokencache.errors import HarnessError, MemoryFullError, SlowBodyError
 from tokencache.pauses import LARGE, pause
 from tokencache.proxy.compressed_body import coding_of, decompressed
 from tokencache.proxy.fetched_media import FetchedMedia
@@ -41,8 +42,9 @@ _LARGE = 2**20
 """Bytes of a body from which on its owner is checked before it is read."""
 MOST_OBJECTS, MOST_VALUES = 100_000, 1_000_000
 """Limits for JSON objects, and for values in lists and objects. A turn of an agent with one tool call has about eight objects."""
-_SMALL = 3 * MOST_OBJECTS
-"""Bytes. A shorter body cannot contain that many objects: each takes two bytes, and a comma separates it from the next."""
+_SMALL = min(LARGE, 3 * MOST_OBJECTS, MOST_VALUES)
+"""Bytes. A body that is no longer has neither too many objects, which take two bytes and a comma each, nor too many values. It is read
+without pauses."""
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 """A string, or the rest of the body if a string has no end, so that the search never restarts within a string."""
 _BETWEEN_PAUSES = 2000
@@ -123,7 +125,7 @@ async def body_of(request: web.Request, holding: Holding) -> bytes:
             raise
         holding.body = body
         request[DECOMPRESSED] = True
-    if len(body) > LARGE:
+    if len(body) > _SMALL:
         await check_values(body)
         await pause()
     return body
@@ -191,9 +193,9 @@ async def arriving(request: web.Request) -> AsyncGenerator[bytes, None]:
     """Yield a body as it arrives.
 
     Raises:
-        HarnessError: the body arrives too slowly.
+        SlowBodyError: the body arrives too slowly.
     """
-    loop, content = asyncio.get_running_loop(), request.content
+    loop, content, began = asyncio.get_running_loop(), request.content, time.time()
     left, begun = PIECE_SECONDS, content.total_bytes
     if waits_to_send(request):
         del request[_WAITS]
@@ -208,8 +210,7 @@ async def arriving(request: web.Request) -> AsyncGenerator[bytes, None]:
             if loop.time() - asked - left > LATE_SECONDS:
                 left = LATE_SECONDS
                 continue
-            message = f"the request's body arrives too slowly: {content.total_bytes} bytes so far"
-            raise HarnessError(message, status=HTTPStatus.REQUEST_TIMEOUT) from None
+            raise SlowBodyError(f"the request's body arrives too slowly: {content.total_bytes} bytes so far", began=began) from None
         if not chunk:
             return
         left -= loop.time() - asked
@@ -224,7 +225,7 @@ async def check_values(body: bytes) -> None:
     Raises:
         HarnessError: the body has too many values.
     """
-    if len(body) < _SMALL:
+    if len(body) <= _SMALL:
         return
     await pause()
     if body.count(b"{") <= MOST_OBJECTS and (len(body) <= MOST_VALUES or body.count(b",") + body.count(b"[") <= MOST_VALUES):

@@ -116,9 +116,13 @@ class _Server(web.Server):
 
 
 class GuardedConnection(web.RequestHandler):
-    """aiohttp's connection with limits for heads, an order of what is closed first, and an error message for bytes that are not HTTP."""
+    """aiohttp's connection with limits for heads, an order of what is closed first, and an error message for bytes that are not HTTP.
 
-    __slots__ = ("_counted", "_head_size", "_head_timer", "_idle", "_memory", "_message_size", "_received", "_since", "_wire")
+    Attributes:
+        refused: why a WebSocket was closed whose message does not fit into memory; `None` if none was.
+    """
+
+    __slots__ = ("_counted", "_head_size", "_head_timer", "_idle", "_memory", "_message_size", "_received", "_since", "_wire", "refused")
 
     def __init__(self, manager: _Server, **settings: Any) -> None:
         super().__init__(manager, **settings)
@@ -128,6 +132,7 @@ class GuardedConnection(web.RequestHandler):
         self._received = 0  # bytes since then
         self._wire: asyncio.Transport | None = None  # also after aiohttp has closed it
         self._counted: Holding | None = None  # of a WebSocket
+        self.refused: MemoryFullError | None = None
         self._message_size, self._idle = 0, False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -177,6 +182,7 @@ class GuardedConnection(web.RequestHandler):
             holding.take("body", size)
         except MemoryFullError as why:
             log.info("a WebSocket is closed: %s", why)
+            self.refused = why
             self.abort()
             return False
         self._message_size += size

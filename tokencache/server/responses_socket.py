@@ -24,7 +24,7 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Literal
@@ -42,12 +42,12 @@ from tokencache.proxy.dedup.fingerprint import IDEMPOTENCY_KEY, RETRY_COUNT
 from tokencache.proxy.request_body import check_values
 from tokencache.request_memory import REQUEST_MEMORY, Holding, Owner, holding_of
 from tokencache.server.http_guard import GuardedConnection
-from tokencache.wakeup import end
+from tokencache.wakeup import end, to_the_end
 
 Raw = msgspec.Raw
 Serve = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Guard = Callable[[web.Request, Serve], Awaitable[web.StreamResponse]]
-Refused = Callable[[web.Request, str, MemoryFullError], Awaitable[None]]
+Refused = Callable[[web.Request, str, MemoryFullError], Coroutine[Any, Any, None]]
 
 ROUTE = "/v1/responses"
 PING_SECONDS = 30.0
@@ -156,6 +156,8 @@ class _Connection:
             finally:  # the loss of the connection cancels this task, also here
                 self._wire.count_messages(None)
                 self.holding.give_all()
+                if self._wire.refused is not None:
+                    await to_the_end(self._refused(self._handshake.clone(method="POST"), self._session, self._wire.refused))
 
     async def _answer(self, message: bytes) -> None:
         """Serve a message as a request, and keep what the next one may continue."""

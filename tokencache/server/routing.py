@@ -16,13 +16,13 @@ from tokencache.dialects.chat.routes import ROUTES as CHAT_ROUTES
 from tokencache.dialects.registry import CHAT as CHAT_DIALECT
 from tokencache.dialects.registry import dialect_of
 from tokencache.engine.pool import Pool
-from tokencache.errors import HarnessError, TokencacheError
+from tokencache.errors import HarnessError, MemoryFullError, SlowBodyError, TokencacheError
 from tokencache.proxy.call import log_end
 from tokencache.proxy.endpoints import Endpoints
 from tokencache.proxy.passthrough import relay_to
 from tokencache.proxy.request_body import body_of, waits_to_send
 from tokencache.proxy.response import REQUEST_ID
-from tokencache.proxy.sessions import SessionFinder
+from tokencache.proxy.sessions import Origin, SessionFinder
 from tokencache.request_memory import holding_of
 from tokencache.server.http_guard import check_head, check_path
 from tokencache.server.responses_socket import ResponsesSockets, is_handshake
@@ -59,8 +59,9 @@ class RequestRouter:
         try:
             check_head(request, self._session_headers)
             calls_model = request.method == "POST" and (dialect is not None or route == TOKENIZE)
-            in_body = self._sources.in_body(await body_of(request, holding_of(request))) if calls_model and self._sources.members else None
-            origin = await self._sessions.find(named, request.headers, in_body and in_body.session)
+            origin = await self._sessions.find(named, request.headers)
+            if calls_model and self._sources.members:
+                origin = await self._read_session_in_body(request, named, origin, dialect)
             del named  # what this frame names, it keeps for as long as a stream
             session = origin.session
             check_path(origin.path)
@@ -68,8 +69,6 @@ class RequestRouter:
                 if calls_model:
                     self._warn_of_missing_session(request, route)
                 return await relay_to(self._pool, None, request, origin.path)
-            if in_body is not None:
-                holding_of(request).body = in_body.rest
             if "Upgrade" in request.headers and is_handshake(request, route):
                 return await self.sockets.serve(request, session)
             return await self._endpoints.serve(request, session, origin, route, dialect)
@@ -77,6 +76,25 @@ class RequestRouter:
             if dialect is not None and request.method == "POST":
                 _log_refusal(request, session, route, why)
             raise
+
+    async def _read_session_in_body(self, request: web.Request, named: NamedPath, origin: Origin, dialect: Dialect | None) -> Origin:
+        """Read a body that may name the session, and remove its name.
+
+        Returns the origin with the session, which is that of the body if nothing else names one.
+        """
+        holding = holding_of(request)
+        try:
+            body = await body_of(request, holding)
+        except (MemoryFullError, SlowBodyError) as why:
+            if origin.session is not None and dialect is not None:
+                await self._endpoints.note_refusal(request, origin.session, why)
+            raise
+        found = self._sources.in_body(body)
+        if origin.session is None and found.session is not None:
+            origin = await self._sessions.find(named, request.headers, found.session)
+        if origin.session is not None:
+            holding.body = found.rest
+        return origin
 
     def _warn_of_missing_session(self, request: web.Request, route: str) -> None:
         """If replies should have token ids, log once that a model call without a session returns none."""

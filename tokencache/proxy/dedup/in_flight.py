@@ -22,6 +22,7 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import NamedTuple
 
+import msgspec
 from aiohttp import web
 
 from tokencache import metrics
@@ -104,7 +105,7 @@ class CallsInFlight:
                     ended = await self._end_of_duplicate(asked, call, result)
                     if turns := whole_reply_of(ended.turns, asked.chat.n):
                         call.report(IncidentKind.RETRY_JOINED)
-                        return await self._join(asked, result.epoch, turns)
+                        return await self._join(asked, result.epoch, turns, since=time.time() - (time.monotonic() - began))
                     join = join if ended.died else "never"
                 elif result is not None:
                     return result
@@ -178,10 +179,11 @@ class CallsInFlight:
 
     # Duplicates
 
-    async def _join(self, asked: CallRequest, epoch: str, turns: tuple[Turn, ...]) -> web.StreamResponse:
-        """Send the reply of a call that was in flight."""
+    async def _join(self, asked: CallRequest, epoch: str, turns: tuple[Turn, ...], *, since: float) -> web.StreamResponse:
+        """Send the reply of a call that was in flight. The request for it arrived at `since`."""
         claimed, left = await to_the_end(claim(self._store, asked.session, turns))
-        incidents = [] if left else self._incidents(IncidentKind.RETRY_JOINED, asked.session, turns, claimed)
+        found = [] if left else self._incidents(IncidentKind.RETRY_JOINED, asked.session, turns, claimed)
+        incidents = [msgspec.structs.replace(one, since=since) for one in found]
         if incidents:
             _, left = await to_the_end(self._note(asked.session, incidents))
         give_back = partial(self._give_back, asked.session, epoch, turns, claimed, incidents)
