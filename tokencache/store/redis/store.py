@@ -364,11 +364,8 @@ class RedisStore:
         return bool(await self._script("set_labels", scripts.SET_LABELS, keys, self._ttl, *packed))
 
     async def add_reward(self, session: str, reward: Reward) -> bool:
-        keys, packed = [self._keys.session(session)], pack(reward)
-        done = await self._client.call(
-            "add_reward", lambda lost: self._send(scripts.ADD_REWARD, keys, self._ttl, int(lost), REWARDS_KEPT, packed)
-        )
-        return bool(done)
+        keys, rest = [self._keys.session(session)], (REWARDS_KEPT, pack(reward))
+        return bool(await self._client.call("add_reward", lambda lost: self._send(scripts.ADD_REWARD, keys, self._ttl, int(lost), *rest)))
 
     async def rewards(self, session: str) -> list[Reward]:
         reply = await self._script("rewards", scripts.REWARDS, [self._keys.session(session)], REWARDS_KEPT)
