@@ -31,7 +31,7 @@ BESIDE = {
     "browser-use_images-0.13.14": [2, 3, 4, 5],  # no call contains an earlier reply: each is a line of one call
     "claude-code_agents-2.1.329": [2, 3, 4, 5, 6, 7],  # two sub-agents
     "claude-code_fork-2.1.329": [4],
-    "claude-code_heard-2.1.329": [2],  # not recognized, so it has no parent
+    "claude-code_heard-2.1.329": [1],  # it broke off, and the call after it has no parent: its reply is not recognized
     "codex_agents-0.169.0": [3, 4, 5],
     "opencode-1.18.33": [1],  # a title
     "opencode_images-1.18.33": [1],
