@@ -128,6 +128,15 @@ def test_an_attempt_that_broke_off_is_not_the_main_line_of_a_rollout_with_one_ca
     assert kept(msgspec.structs.replace(trajectory, sequences=[first, second]), main_line) == ["t0"]
 
 
+def test_a_main_line_whose_last_reply_broke_off_stays_the_main_line():
+    """A sub-agent that made as many calls is none."""
+    trajectory = shape("sub-agent")
+    title, main, *others = trajectory.sequences
+    cut = msgspec.structs.replace(main, turns=[main.turns[0], msgspec.structs.replace(main.turns[1], marks=("engine-aborted",))])
+    assert [len(one.turns) for one in others] == [len(main.turns)]
+    assert kept(msgspec.structs.replace(trajectory, sequences=[title, cut, *others]), main_line) == [main.id]
+
+
 def test_the_main_line_continues_after_an_edit_of_the_context():
     assert kept(shape("respliced"), main_line) == ["t0", "t2"]
 

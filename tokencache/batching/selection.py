@@ -227,10 +227,11 @@ def _no_discarded_retries(trajectory: Trajectory) -> RowTest:
 def main_line(trajectory: Trajectory, sequence: Sequence) -> str:
     """Keep only the rollout itself: no sub-agents, side calls or retries.
 
-    The main line begins at the root whose tree has the most turns; among equals, at one whose last reply did not break off. It continues
-    with the sequence that took over after the last turn: one that took its context from there with edits (`resplice`, `plain`), or one that
-    begins with a summary from there. The calls that wrote these summaries (compactions in `links`) are part of it. Other branches, and side
-    calls, are not. If a limit of length or lag left out turns, a row is dropped unless it is on the main line whatever these turns were.
+    The main line begins at the root whose tree has the most turns; among equals at the first, but of single calls at one whose reply did
+    not break off. It continues with the sequence that took over after the last turn: one that took its context from there with edits
+    (`resplice`, `plain`), or one that begins with a summary from there. The calls that wrote these summaries (compactions in `links`) are
+    part of it. Other branches, and side calls, are not. If a limit of length or lag left out turns, a row is dropped unless it is on the
+    main line whatever these turns were.
     """
     return _main_line(trajectory)(sequence)
 
@@ -274,11 +275,6 @@ def _returned(trajectory: Trajectory) -> Callable[[Sequence], bool]:
     """Return whether an answer of a sequence returned as text in another call."""
     sources = {source for link in trajectory.links for source in link.sources}
     return lambda sequence: any(turn.turn in sources for turn in sequence.turns)
-
-
-def _ended_whole(sequence: Sequence) -> bool:
-    """Whether the last reply did not break off, as far as it is known: a limit may have cut that one off."""
-    return all(UNRECEIVED.isdisjoint(turn.marks) for turn in sequence.turns[-1:])
 
 
 class _MainLine:
@@ -347,14 +343,15 @@ class _MainLine:
     def _largest(self, sequences: list[Sequence]) -> Sequence | None:
         """Return the one from which the most turns follow; `None` if that depends on turns that are missing.
 
-        Among equals one whose last reply did not break off, and then the first.
+        Among equals the first: of single calls, which may be attempts at one call, the first whose reply did not break off.
         """
         most = max((self.turns[one.id] for one in sequences), default=0)
         largest = [one for one in sequences if self.turns[one.id] == most]
         others = max((self.turns[one.id] for one in sequences if self.turns[one.id] < most), default=0)
         if self.missing and (len(largest) > 1 or most <= others + self.missing):
             return None
-        return max(largest, key=_ended_whole, default=None)
+        whole = [one for one in largest if most > 1 or UNRECEIVED.isdisjoint(one.turns[0].marks)]
+        return next(iter(whole or largest), None)
 
     def _successor(self, before: Sequence, taken: list[Sequence]) -> Sequence | None:
         """Return the sequence that certainly took over when another one had ended, of those that took their context from it."""
