@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 import re
+import time
 
 import aiohttp
 import pytest
 
 from tests.proxy.kit import HEADER, proxied, user
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
+from tokencache.proxy import request_body
 from tokencache.request_memory import Owner
 from tokencache.store.base import StoreError
 
@@ -34,7 +36,7 @@ def full_memory(rig):
 
 @contextlib.contextmanager
 def full_share(rig):
-    """The session's; the body is read before the session is known."""
+    """Of the session's requests."""
     memory, owner = rig.proxy.request_memory, Owner("s")
     memory.add(owner, "body", memory.share(owner))
     yield
@@ -81,21 +83,34 @@ async def test_a_harness_that_gave_up_after_a_refusal_has_failed(refusal, more):
         assert await outcome(rig) == ("ok", True, [incident])
 
 
+@contextlib.asynccontextmanager
+async def stopping(rig, monkeypatch):
+    """Begin to send a call. In the end its time is over, and it is refused."""
+    begun, stops = asyncio.Event(), asyncio.Event()
+
+    async def body():
+        yield b"{"
+        begun.set()
+        await stops.wait()
+
+    loop, running = asyncio.get_running_loop(), time.monotonic
+    monkeypatch.setattr(request_body, "LATE_SECONDS", PATIENCE)
+    async with aiohttp.ClientSession() as http:
+        sent = asyncio.create_task(http.post(f"{rig.url}/v1/responses", data=body(), headers={HEADER: "s"}))
+        await begun.wait()
+        await until(lambda: rig.proxy.request_memory.total)
+        yield
+        monkeypatch.setattr(loop, "time", lambda: running() + request_body.PIECE_SECONDS)
+        assert (await sent).status == 408
+        stops.set()
+
+
 @pytest.mark.parametrize("more", [{}, {"session_from": ["body:session"]}])
 async def test_a_harness_whose_body_stopped_has_failed_until_it_asks_again(monkeypatch, more):
-    monkeypatch.setattr("tokencache.proxy.request_body.PIECE_SECONDS", 0.01)
     async with proxied(**more) as rig:
         await ask(rig)
-        async with aiohttp.ClientSession() as http:
-            stops = asyncio.Event()
-
-            async def body():
-                yield b"{"
-                await stops.wait()
-
-            async with http.post(f"{rig.url}/v1/responses", data=body(), headers={HEADER: "s"}) as answer:
-                assert answer.status == 408
-            stops.set()
+        async with stopping(rig, monkeypatch):
+            pass
         assert await outcome(rig) == ("harness", True, ["client-gone"])
         await ask(rig)
         assert await outcome(rig) == ("ok", True, ["client-gone"])
@@ -103,21 +118,9 @@ async def test_a_harness_whose_body_stopped_has_failed_until_it_asks_again(monke
 
 async def test_a_body_that_stopped_before_the_last_call_began_is_no_failure(monkeypatch):
     """The call may have been made again meanwhile, on another connection."""
-    monkeypatch.setattr("tokencache.proxy.request_body.PIECE_SECONDS", 3.0)
-    async with proxied() as rig, aiohttp.ClientSession() as http:
-        begun, stops = asyncio.Event(), asyncio.Event()
-
-        async def body():
-            yield b"{"
-            begun.set()
-            await stops.wait()
-
-        stopped = asyncio.create_task(http.post(f"{rig.url}/v1/responses", data=body(), headers={HEADER: "s"}))
-        await begun.wait()
-        await until(lambda: rig.proxy.request_memory.total)
-        await ask(rig)
-        assert (await stopped).status == 408
-        stops.set()
+    async with proxied() as rig:
+        async with stopping(rig, monkeypatch):
+            await ask(rig)
         assert await outcome(rig) == ("ok", True, ["client-gone"])
 
 

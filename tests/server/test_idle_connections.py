@@ -8,7 +8,6 @@ import time
 from urllib.parse import urlsplit
 
 import pytest
-import uvloop
 from aiohttp import web
 
 from tests.proxy.kit import CHAT, EPISODES, HEADER, proxied, user
@@ -82,38 +81,38 @@ async def test_an_idle_connection_is_closed(monkeypatch, used):
         assert client.received == b""
 
 
-def test_a_request_that_arrived_in_time_is_answered_by_a_busy_process(monkeypatch):
-    """A loop that was busy with one socket closed others on their unread requests: uvloop runs the timers that are due before it reads."""
-
-    async def main():
-        async with proxied() as rig, clients(rig) as connect:
-            waiting = [await connect(HEALTH) for _ in range(3)]
-            for client in waiting:
-                await client.answer()
-            with busy_loop(2 * http_guard.IDLE_SECONDS) as begin:
-                begin(lambda: [client.writer.write(HEALTH) for client in waiting])
-                for client in waiting:
-                    assert "200" in (await client.answer()).line
-                    assert await client.closed()
-
-    monkeypatch.setattr(http_guard, "IDLE_SECONDS", 0.2)
-    uvloop.run(main())
+async def test_a_request_that_arrived_in_time_is_answered_by_a_busy_process(monkeypatch):
+    """A process that was busy with one connection closed others on their unread requests."""
+    async with proxied() as rig, clients(rig) as connect:
+        waiting = [await connect(HEALTH) for _ in range(3)]
+        for client in waiting:
+            await client.answer()
+        stop(monkeypatch, 100, lambda: [client.writer.write(HEALTH) for client in waiting])
+        for client in waiting:
+            assert "200" in (await client.answer()).line
+        stop(monkeypatch, 200)
+        assert all([await client.closed() for client in waiting])
 
 
 @pytest.mark.parametrize("sent", [20, len(CALL) - 1], ids=["head", "body"])
 async def test_a_request_that_arrived_in_time_is_read_by_a_process_that_was_stopped(monkeypatch, sent):
     """After a minute's stop the time for a head or a body is over before the process reads what is left of it."""
-    loop, running = asyncio.get_running_loop(), time.monotonic
     async with proxied() as rig, clients(rig) as connect:
         client = await connect(CALL[:sent])
         await until(lambda: rig.proxy.request_memory.total)
-
-        def stop():
-            monkeypatch.setattr(loop, "time", lambda: running() + 100)
-            loop.call_soon(client.writer.write, CALL[sent:])  # in the next round, before the timers: the proxy has not read it then
-
-        loop.call_soon(stop)
+        stop(monkeypatch, 100, lambda: client.writer.write(CALL[sent:]))
         assert "200" in (await client.answer()).line
+
+
+def stop(monkeypatch, seconds, arrives=lambda: None):
+    """Let it be so many seconds later. What arrives meanwhile is read after the timers that are due then have run."""
+    loop, running = asyncio.get_running_loop(), time.monotonic
+
+    def go_on():
+        monkeypatch.setattr(loop, "time", lambda: running() + seconds)
+        loop.call_soon(arrives)  # in the next round, before the timers
+
+    loop.call_soon(go_on)
 
 
 @pytest.mark.usefixtures("_few_files")
