@@ -143,10 +143,14 @@ async def test_a_url_that_no_engine_can_have_is_named(recorded, tmp_path, url):
     assert f"'{url}' is not the base URL of an engine" in said
 
 
-async def test_a_web_proxy_that_httpx_cannot_use_is_named(recorded, tmp_path, monkeypatch):
-    monkeypatch.setenv("ALL_PROXY", "socks5://gateway:1080")
+@pytest.mark.parametrize(
+    ("proxy", "why"),
+    [("socks5://gateway:1080", "Using SOCKS proxy, but the 'socksio' package is not installed"), ("gateway:port", "Invalid port: 'port'")],
+)
+async def test_a_web_proxy_that_httpx_cannot_use_is_named(recorded, tmp_path, monkeypatch, proxy, why):
+    monkeypatch.setenv("ALL_PROXY", proxy)
     said = await score(recorded[2], "--engine", "http://gpu2:8000", "--to", tmp_path / "scores.jsonl", code=1)
-    assert "ALL_PROXY cannot be used: Using SOCKS proxy, but the 'socksio' package is not installed" in said
+    assert f"ALL_PROXY cannot be used: {why}" in said
     assert "(if http://gpu2:8000 is reached without it, unset the variable)" in said
 
 

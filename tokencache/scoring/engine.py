@@ -72,7 +72,7 @@ class ScoringEngine:
         headers = {b"Authorization": f"Bearer {key.strip()}".encode()} if key else {}
         try:
             self._http = httpx2.AsyncClient(base_url=base, timeout=_TIMEOUT, headers=headers, trust_env=not is_local(base))
-        except (ImportError, ValueError) as why:
+        except (ImportError, ValueError, httpx2.InvalidURL) as why:
             unusable = f"the web proxy of HTTP_PROXY, HTTPS_PROXY or ALL_PROXY cannot be used: {why}"
             raise EngineLostError(f"{unusable} (if {self.url} is reached without it, unset the variable)") from None
         self._at_once = tokens_at_once
