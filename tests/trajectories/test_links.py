@@ -123,6 +123,14 @@ def test_an_attempt_that_broke_off_is_no_second_source_of_the_answer():
     assert [link.sources for link in found(talk)] == [[helper]]
 
 
+def test_a_whole_answer_is_linked_although_its_ids_are_not_certain():
+    talk = Talk()
+    main = talk.call(TASK, calls=[("c1", "agent", "{}")], tools=TOOLS)
+    helper = talk.call([user("count")], ANSWER, marks=("uncertain",))
+    talk.call([*talk.history(main), result("c1", ANSWER)], "So twelve, then.", after=main, tools=TOOLS)
+    assert [link.sources for link in found(talk)] == [[helper]]
+
+
 def test_a_message_that_is_older_than_the_answer_is_not_linked():
     """A later call sends it again, in a context of its own."""
     talk = Talk()

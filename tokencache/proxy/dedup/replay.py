@@ -25,7 +25,7 @@ from tokencache.proxy.engine_sender import with_request_id
 from tokencache.proxy.response import REQUEST_ID, Response
 from tokencache.store.base import Store, StoreError
 
-_CUT_OFF = BROKEN_OFF - {TurnMark.UNCERTAIN}
+_NOT_WHOLE = BROKEN_OFF | {TurnMark.UNCERTAIN}
 
 
 def whole_reply_of(turns: Sequence[Turn], choices: int) -> tuple[Turn, ...]:
@@ -33,7 +33,7 @@ def whole_reply_of(turns: Sequence[Turn], choices: int) -> tuple[Turn, ...]:
     if not turns:
         return ()
     reply = tuple(sorted((turn for turn in turns if turn.call == turns[-1].call), key=lambda turn: turn.choice))
-    sound = all(turn.finish_reason and not turn.begun and BROKEN_OFF.isdisjoint(turn.marks) for turn in reply)
+    sound = all(turn.finish_reason and not turn.begun and _NOT_WHOLE.isdisjoint(turn.marks) for turn in reply)
     return reply if sound and len(reply) == choices else ()
 
 
@@ -72,7 +72,7 @@ async def claim(store: Store, session: str, turns: Sequence[Turn]) -> Claim:
 
 async def was_received(store: Store, session: str, turns: Sequence[Turn]) -> bool:
     """Whether a client has received the whole reply of one of the calls with these turns, or may. If the store fails, none has."""
-    calls = {turn.call for turn in turns if turn.finish_reason and _CUT_OFF.isdisjoint(turn.marks)}
+    calls = {turn.call for turn in turns if turn.finish_reason and BROKEN_OFF.isdisjoint(turn.marks)}
     try:
         return None in await store.documents(session, [*map(undelivered, calls)])
     except StoreError:
