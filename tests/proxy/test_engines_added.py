@@ -121,6 +121,21 @@ async def test_a_call_waits_for_the_first_engine(stream):
         assert (info["valid"], [one["kind"] for one in info["incidents"]]) == (True, ["held"])
 
 
+async def test_a_call_that_waited_has_the_sampling_parameters_that_its_engine_requires(monkeypatch):
+    monkeypatch.setattr("tokencache.engine.drivers.vllm.Vllm.pinned", {"temperature": 1.0, "top_p": 1.0})
+    async with engines() as made, replica(hold=PATIENCE) as rig:
+        await request(rig, "POST", "/tokencache/v1/sessions", session="s", sampling={"top_p": 0.9}, status=201)
+        before = calls_held("down")
+        call = asyncio.create_task(rig.say("s", ASK, temperature=0.2))
+        await until(lambda: calls_held("down") > before)
+        ((url, engine),) = made.items()
+        await request(rig, "POST", url=url, status=201)
+        await call
+        assert (engine.requests[-1]["temperature"], engine.requests[-1]["top_p"]) == (1.0, 0.9)
+        (turn,) = await rig.turns()
+        assert turn["replaced"] == {"temperature": 0.2, "top_p": None}
+
+
 async def test_an_engine_is_added_and_serves():
     async with engines() as made, replica() as rig:
         (url,) = made
