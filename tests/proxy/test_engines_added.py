@@ -219,17 +219,22 @@ async def test_adapters_that_were_unloaded_are_forgotten(monkeypatch):
 
 def test_one_of_several_workers_forgets_an_engine(tmp_path):
     program = """
-from prometheus_client import generate_latest
+import sys
 from tokencache import metrics
-for url in ("http://a", "http://b"):
+for url in ("http://a", "http://b", "http://c"):
     metrics.ENGINE_LEVEL.labels(url, "m").set(0)
-metrics.forget({"engine": "http://a"}, metrics.ENGINE_LEVEL)
+    metrics.ENGINE_UP.labels(url).set(0)
+for url in ("http://c", sys.argv[1]):
+    metrics.forget({"engine": url}, metrics.ENGINE_LEVEL, metrics.ENGINE_UP)
 print(metrics.exposition().decode())
 """
     environment = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
-    text = subprocess.run([sys.executable, "-c", program], env=environment, check=True, capture_output=True, text=True).stdout
-    found = re.findall(r'tokencache_engine_exact{engine="(.*)",model="m"} (.*)', text)
-    assert sorted(found) == [("http://a", "NaN"), ("http://b", "0.0")]
+    for own in ("http://a", "http://b"):  # the other worker still has it
+        command = [sys.executable, "-c", program, own]
+        text = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    levels = re.findall(r'tokencache_engine_exact{engine="(.*)",model="m"} (.*)', text)
+    assert sorted(levels) == [("http://a", "0.0"), ("http://b", "0.0"), ("http://c", "+Inf")]
+    assert ("http://c", "NaN") in re.findall(r'tokencache_engine_up{engine="(.*)"} (.*)', text)
 
 
 async def _gauges(rig, url):
