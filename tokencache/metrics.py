@@ -185,12 +185,16 @@ def counter(family: Counter, *labels: str) -> Counter:
 def forget(wanted: Mapping[str, str], *families: Gauge) -> None:
     """Forget values with these labels, such as those of an engine, which would raise alerts for good.
 
-    One of several workers sets them to NaN: its file keeps the series.
+    The file of one of several workers keeps the series: it sets them to NaN. Of `ENGINE_LEVEL` the lowest value of all workers counts: it
+    is set to infinity, because NaN would hide another worker's 0.
     """
     for family in families:
         known = [sample.labels for metric in family.collect() for sample in metric.samples]
         for labels in [labels for labels in known if wanted.items() <= labels.items()]:
-            family.labels(**labels).set(math.nan) if _shared_folder() else family.remove(*labels.values())
+            if _shared_folder():
+                family.labels(**labels).set(math.inf if family is ENGINE_LEVEL else math.nan)
+            else:
+                family.remove(*labels.values())
 
 
 def _shared_folder() -> str | None:

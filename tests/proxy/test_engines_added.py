@@ -121,6 +121,21 @@ async def test_a_call_waits_for_the_first_engine(stream):
         assert (info["valid"], [one["kind"] for one in info["incidents"]]) == (True, ["held"])
 
 
+async def test_a_call_that_waited_has_the_sampling_parameters_that_its_engine_requires(monkeypatch):
+    monkeypatch.setattr("tokencache.engine.drivers.vllm.Vllm.pinned", {"temperature": 1.0, "top_p": 1.0})
+    async with engines() as made, replica(hold=PATIENCE) as rig:
+        await request(rig, "POST", "/tokencache/v1/sessions", session="s", sampling={"top_p": 0.9}, status=201)
+        before = calls_held("down")
+        call = asyncio.create_task(rig.say("s", ASK, temperature=0.2))
+        await until(lambda: calls_held("down") > before)
+        ((url, engine),) = made.items()
+        await request(rig, "POST", url=url, status=201)
+        await call
+        assert (engine.requests[-1]["temperature"], engine.requests[-1]["top_p"]) == (1.0, 0.9)
+        (turn,) = await rig.turns()
+        assert turn["replaced"] == {"temperature": 0.2, "top_p": None}
+
+
 async def test_an_engine_is_added_and_serves():
     async with engines() as made, replica() as rig:
         (url,) = made
@@ -204,17 +219,22 @@ async def test_adapters_that_were_unloaded_are_forgotten(monkeypatch):
 
 def test_one_of_several_workers_forgets_an_engine(tmp_path):
     program = """
-from prometheus_client import generate_latest
+import sys
 from tokencache import metrics
-for url in ("http://a", "http://b"):
+for url in ("http://a", "http://b", "http://c"):
     metrics.ENGINE_LEVEL.labels(url, "m").set(0)
-metrics.forget({"engine": "http://a"}, metrics.ENGINE_LEVEL)
+    metrics.ENGINE_UP.labels(url).set(0)
+for url in ("http://c", sys.argv[1]):
+    metrics.forget({"engine": url}, metrics.ENGINE_LEVEL, metrics.ENGINE_UP)
 print(metrics.exposition().decode())
 """
     environment = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
-    text = subprocess.run([sys.executable, "-c", program], env=environment, check=True, capture_output=True, text=True).stdout
-    found = re.findall(r'tokencache_engine_exact{engine="(.*)",model="m"} (.*)', text)
-    assert sorted(found) == [("http://a", "NaN"), ("http://b", "0.0")]
+    for own in ("http://a", "http://b"):  # the other worker still has it
+        command = [sys.executable, "-c", program, own]
+        text = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    levels = re.findall(r'tokencache_engine_exact{engine="(.*)",model="m"} (.*)', text)
+    assert sorted(levels) == [("http://a", "0.0"), ("http://b", "0.0"), ("http://c", "+Inf")]
+    assert ("http://c", "NaN") in re.findall(r'tokencache_engine_up{engine="(.*)"} (.*)', text)
 
 
 async def _gauges(rig, url):

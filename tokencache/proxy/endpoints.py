@@ -18,7 +18,6 @@ from urllib.parse import unquote
 import msgspec
 from aiohttp import web
 
-from tokencache import metrics
 from tokencache.core import agents, ids
 from tokencache.core.chain import REQUEST_KEY, keyed_hash
 from tokencache.core.incidents import IncidentKind
@@ -29,7 +28,7 @@ from tokencache.dialects.base import CallReader, Dialect, DialectRequest, Direct
 from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.dialects.chat.request import ChatCall, read_tokenize, with_messages
 from tokencache.dialects.chat.routes import TOKENIZE
-from tokencache.dialects.chat.vocabulary import as_reminders, pin
+from tokencache.dialects.chat.vocabulary import as_reminders
 from tokencache.dialects.probes import model_list
 from tokencache.dialects.registry import credential_headers
 from tokencache.dialects.reply_encoder import ReplyEncoder
@@ -228,7 +227,7 @@ class Endpoints:
             parsed = await dialect.parse(request)
             if isinstance(parsed, ParsedCall):
                 call = await self._read(asked, request, parsed, f"{asked.session}\0{dialect.name}")
-                call.replaced = self._pin(asked, call)
+                self._pin(asked, call)
         except (EngineError, StoreError, SlowBodyError, asyncio.CancelledError) as why:
             gone = isinstance(why, asyncio.CancelledError)
             await (_note_left(self._ledger, self._options.retries, asked) if gone else self.note_refusal(asked.request, asked.session, why))
@@ -360,24 +359,19 @@ class Endpoints:
         call.leniency = msgspec.structs.replace(asked.leniency, tools=ToolNames(call.fields.get("tools")))
         call.history = asked.settings.history or self._options.history
 
-    def _pin(self, asked: SessionRequest, call: ChatCall) -> dict[str, Any]:
-        """Write the pinned parameters into a call's members, and return the values that they replaced.
+    def _pin(self, asked: SessionRequest, call: ChatCall) -> None:
+        """Write the pinned parameters into a call's members.
 
-        A session's own policy takes precedence. Each tenant gets a separate part of the engine's prefix cache, by a salt that no other
-        tenant can compute (`cache_salt`, vLLM 0.20 to 0.32).
+        A session's own policy takes precedence. `Dispatch` adds what an engine requires that is not known yet. Each tenant gets a separate
+        part of the engine's prefix cache, by a salt that no other tenant can compute (`cache_salt`, vLLM 0.20 to 0.32).
         """
-        fields = call.fields
         if asked.settings.tenant:
             salt = keyed_hash(self._parser.secret, b"tenant" + asked.settings.tenant.encode())
-            fields["cache_salt"] = msgspec.Raw(b'"%s"' % salt.hex().encode())
-        pinned = self._pool.engine_of(asked.session, call.model).driver.pinned if self._pool.monitors else {}  # the call waits for one
+            call.fields["cache_salt"] = msgspec.Raw(b'"%s"' % salt.hex().encode())
+        pinned = self._pool.engine_of(asked.session, call.model).driver.pinned if self._pool.monitors else {}
         policy = {**pinned, **self._options.sampling, **asked.settings.sampling}
-        if not policy:
-            return {}
-        replaced = pin(fields, policy)
-        for name in replaced:
-            metrics.REPLACED.labels(name).inc()
-        return replaced
+        if policy:
+            call.pin(policy)
 
     def _dialect_request(self, asked: SessionRequest, body: bytes) -> DialectRequest:
         store, session = self._ledger.store, asked.session

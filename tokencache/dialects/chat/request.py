@@ -5,11 +5,13 @@ replaces, and those whose odd spelling another reader might read differently (`s
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from operator import attrgetter
 from typing import Any, overload
 
 import msgspec
 
+from tokencache import metrics
 from tokencache.core.agents import AgentLabel
 from tokencache.core.chain import Conversation, before_last, build_conversation, extend
 from tokencache.core.media import MediaPart
@@ -21,7 +23,7 @@ from tokencache.dialects import gym, gym_request
 from tokencache.dialects.chat.incremental import IncrementalParser, ParsedHistory, SplitBody, split_whole
 from tokencache.dialects.chat.rendering import NOTHING, RenderArgs, render_args, scope_of
 from tokencache.dialects.chat.scalars import normalize
-from tokencache.dialects.chat.vocabulary import ReadMessage, resolve_model, with_stand_ins
+from tokencache.dialects.chat.vocabulary import ReadMessage, pin, resolve_model, with_stand_ins
 from tokencache.dialects.json_io import entries_of, fields_of, member, read_members, refuse_repeated, value_of
 from tokencache.dialects.members import ALTERING_PROMPT, READ_INSIDE
 from tokencache.errors import HarnessError
@@ -87,7 +89,8 @@ class ChatCall(msgspec.Struct):
             only its new messages are included.
         required_prefix: packed ids with which the client requires the prompt to begin (`gym.PREFIX`); empty if it requires none.
         left_out: rules by which the dialect left parts of the request out.
-        replaced: the client's values of parameters that a sampling policy replaced (`vocabulary.pin`).
+        pinned: names of the sampling parameters that `pin` set.
+        replaced: the client's values of those that had another value.
         harness: name of the adapter that applies in this session, `""` if none.
         agent: how the harness names the agent that makes the call, as a label (`core.agents`); `None` if it does not.
         leniency: the rules of that adapter.
@@ -115,6 +118,7 @@ class ChatCall(msgspec.Struct):
     echoes: Mapping[int, gym.ReturnedIdFragments] = NOTHING
     required_prefix: bytes = b""
     left_out: tuple[str, ...] = ()
+    pinned: AbstractSet[str] = frozenset()
     replaced: Mapping[str, Any] = {}
     harness: str = ""
     agent: AgentLabel | None = None
@@ -122,6 +126,14 @@ class ChatCall(msgspec.Struct):
     leniency: Leniency = Leniency()
     history: History = "supply"
     released: int = 0
+
+    def pin(self, policy: Mapping[str, Any]) -> None:
+        """Set the sampling parameters of a policy, except for those that are pinned already."""
+        new = {name: value for name, value in policy.items() if name not in self.pinned}
+        replaced = pin(self.fields, new)
+        self.pinned, self.replaced = self.pinned | new.keys(), {**self.replaced, **replaced}
+        for name in replaced:
+            metrics.REPLACED.labels(name).inc()
 
     def release(self, until: int) -> int:
         """Release the body and the messages before `until`: the request can be recorded, but not sent again.
