@@ -116,15 +116,22 @@ async def body_of(request: web.Request, holding: Holding) -> bytes:
     if holding.body is not None:
         return holding.body
     coding = coding_of(request) if "Content-Encoding" in request.headers else ""
-    body = await _whole(request, holding)
+    holding.body = body = await plain(await _whole(request, holding), coding, request, holding)
+    return body
+
+
+async def plain(body: bytes, coding: str, request: web.Request, holding: Holding) -> bytes:
+    """Decompress a body, `coding` is `coding_of` its request, and check its values.
+
+    Raises:
+        HarnessError, MemoryFullError: see `body_of`.
+    """
     if coding and body:
         try:
             body = await decompressed(body, coding, request.client_max_size, take=partial(holding.take, "body"))
         except MemoryFullError:
             holding.give_all()
             raise
-        holding.body = body
-        request[DECOMPRESSED] = True
     if len(body) > _SMALL:
         await check_values(body)
         await pause()

@@ -18,9 +18,10 @@ from tokencache.dialects.registry import dialect_of
 from tokencache.engine.pool import Pool
 from tokencache.errors import HarnessError, MemoryFullError, SlowBodyError, TokencacheError
 from tokencache.proxy.call import log_end
+from tokencache.proxy.compressed_body import coding_of
 from tokencache.proxy.endpoints import Endpoints
 from tokencache.proxy.passthrough import relay_to
-from tokencache.proxy.request_body import body_of, waits_to_send
+from tokencache.proxy.request_body import DECOMPRESSED, plain, waits_to_send, whole_body_of
 from tokencache.proxy.response import REQUEST_ID
 from tokencache.proxy.sessions import Origin, SessionFinder
 from tokencache.request_memory import holding_of
@@ -78,13 +79,17 @@ class RequestRouter:
             raise
 
     async def _read_session_in_body(self, request: web.Request, named: NamedPath, origin: Origin, dialect: Dialect | None) -> Origin:
-        """Read a body that may name the session, and remove its name.
+        """Read a body that may name the session, and remove its name. One in an unknown coding names none.
 
-        Returns the origin with the session, which is that of the body if nothing else names one.
+        Returns the origin with the session, which is that of the body if nothing else names one. Without a session the body stays as it is.
         """
         holding = holding_of(request)
         try:
-            body = await body_of(request, holding)
+            coding = coding_of(request)
+        except HarnessError:
+            return origin
+        try:
+            body = await plain(await whole_body_of(request), coding, request, holding)
         except (MemoryFullError, SlowBodyError) as why:
             if origin.session is not None and dialect is not None:
                 await self._endpoints.note_refusal(request, origin.session, why)
@@ -93,7 +98,7 @@ class RequestRouter:
         if origin.session is None and found.session is not None:
             origin = await self._sessions.find(named, request.headers, found.session)
         if origin.session is not None:
-            holding.body = found.rest
+            holding.body, request[DECOMPRESSED] = found.rest, True
         return origin
 
     def _warn_of_missing_session(self, request: web.Request, route: str) -> None:
