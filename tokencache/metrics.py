@@ -9,7 +9,7 @@ import functools
 import math
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, disable_created_metrics, generate_latest
@@ -180,6 +180,12 @@ WORKER_RESTARTS = _counter("tokencache_worker_restarts", "Workers restarted beca
 def counter(family: Counter, *labels: str) -> Counter:
     """Return the counter of a family with these labels. Cached, because `Counter.labels` takes several times as long as counting."""
     return family.labels(*labels)
+
+
+def count_replaced(names: Iterable[str]) -> None:
+    """Count sampling parameters that a policy replaced."""
+    for name in names:
+        REPLACED.labels(name).inc()
 
 
 def forget(wanted: Mapping[str, str], *families: Gauge) -> None:

@@ -253,7 +253,7 @@ class Dispatch:
         assert self._known is not None  # noqa: S101 - a call is planned until an engine accepts it
         plan, model = await self._services.plan(engine, session, chat, *self._known)
         if engine.driver.pinned.keys() - chat.pinned:  # the engine was not known when the call arrived
-            chat.pin(engine.driver.pinned)
+            metrics.count_replaced(chat.pin(engine.driver.pinned))
         budget = budget_of(chat.fields)
         thinking = await self._thinking_marks(model) if model is not None and budget is not None else None
         metrics.BEFORE.observe(time.time() - started)

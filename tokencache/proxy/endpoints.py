@@ -18,6 +18,7 @@ from urllib.parse import unquote
 import msgspec
 from aiohttp import web
 
+from tokencache import metrics
 from tokencache.core import agents, ids
 from tokencache.core.chain import REQUEST_KEY, keyed_hash
 from tokencache.core.incidents import IncidentKind
@@ -371,7 +372,7 @@ class Endpoints:
         pinned = self._pool.engine_of(asked.session, call.model).driver.pinned if self._pool.monitors else {}
         policy = {**pinned, **self._options.sampling, **asked.settings.sampling}
         if policy:
-            call.pin(policy)
+            metrics.count_replaced(call.pin(policy))
 
     def _dialect_request(self, asked: SessionRequest, body: bytes) -> DialectRequest:
         store, session = self._ledger.store, asked.session

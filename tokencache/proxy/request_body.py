@@ -116,7 +116,9 @@ async def body_of(request: web.Request, holding: Holding) -> bytes:
     if holding.body is not None:
         return holding.body
     coding = coding_of(request) if "Content-Encoding" in request.headers else ""
-    holding.body = body = await plain(await _whole(request, holding), coding, request, holding)
+    body = await _whole(request, holding)
+    if coding or len(body) > _SMALL:
+        holding.body = body = await plain(body, coding, request, holding)
     return body
 
 

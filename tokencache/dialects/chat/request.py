@@ -11,7 +11,6 @@ from typing import Any, overload
 
 import msgspec
 
-from tokencache import metrics
 from tokencache.core.agents import AgentLabel
 from tokencache.core.chain import Conversation, before_last, build_conversation, extend
 from tokencache.core.media import MediaPart
@@ -127,13 +126,12 @@ class ChatCall(msgspec.Struct):
     history: History = "supply"
     released: int = 0
 
-    def pin(self, policy: Mapping[str, Any]) -> None:
-        """Set the sampling parameters of a policy, except for those that are pinned already."""
+    def pin(self, policy: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Set the sampling parameters of a policy, except for those that are pinned already. Returns the values that they replaced."""
         new = {name: value for name, value in policy.items() if name not in self.pinned}
         replaced = pin(self.fields, new)
         self.pinned, self.replaced = self.pinned | new.keys(), {**self.replaced, **replaced}
-        for name in replaced:
-            metrics.REPLACED.labels(name).inc()
+        return replaced
 
     def release(self, until: int) -> int:
         """Release the body and the messages before `until`: the request can be recorded, but not sent again.
