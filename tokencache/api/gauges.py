@@ -25,7 +25,7 @@ class Gauges:
         self._state = Kept(self._read)
 
     async def groups(self) -> dict[str, GroupState]:
-        """Return the groups that have sessions in the queue which nobody has taken, by name. Raises `StoreError` if the store failed."""
+        """Return by name the groups of the sessions in the queue that nobody has taken. Raises `StoreError` if the store failed."""
         return {one.group: one for one in (await self._state.recent()).groups if one.group}
 
     async def update(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import msgspec
 
 replace_surrogates: Callable[[str], str] = partial(re.compile("[\ud800-\udfff]").sub, "\ufffd")
-"""Replaces lone surrogates in a text with U+FFFD. It is no function of its own, because each text of a conversation is given to it."""
+"""Replaces lone surrogates in a text with U+FFFD. Not a function of its own: each text of a conversation passes through it."""
 
 
 def read(text: str | bytes) -> Any:

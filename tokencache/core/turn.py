@@ -99,7 +99,7 @@ BROKEN_OFF = frozenset({
 })  # fmt: skip
 """Marks of turns whose reply did not end by itself, or that could not be passed on as a whole."""
 UNRECEIVED = BROKEN_OFF | {TurnMark.UNCERTAIN, TurnMark.UNANSWERED}
-"""The same, and those of turns whose ids are not certain or whose client left: nobody may have received the reply as it is recorded."""
+"""The same, and those of turns whose ids are not certain or whose client left: perhaps nobody received the reply as it is recorded."""
 UNTRAINED = frozenset({TurnMark.NO_LOGPROBS, TurnMark.SHARED, TurnMark.NOT_TRAINABLE})
 """Marks of turns whose tokens are not trained: they have no log probabilities, or are not the policy's."""
 

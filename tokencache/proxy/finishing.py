@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0
 """Seconds between two looks for sessions whose time is up."""
 PAUSE_SECONDS = 10.0
-"""After so many seconds without a look nobody served calls: this process was stopped, or the store failed."""
+"""If there was no look for so many seconds, no calls were served: this process was stopped, or the store failed."""
 _OTHER = "other"
 """The label of metrics for all words of callers: a label must have few values."""
 

@@ -43,7 +43,7 @@ _LARGE = 2**20
 MOST_OBJECTS, MOST_VALUES = 100_000, 1_000_000
 """Limits for JSON objects, and for values in lists and objects. A turn of an agent with one tool call has about eight objects."""
 _SMALL = min(LARGE, 3 * MOST_OBJECTS, MOST_VALUES)
-"""Bytes. A body that is no longer has neither too many objects, which take two bytes and a comma each, nor too many values. It is read
+"""Bytes. A body of at most this length has neither too many objects, which take two bytes and a comma each, nor too many values. It is read
 without pauses."""
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 """A string, or the rest of the body if a string has no end, so that the search never restarts within a string."""
@@ -52,7 +52,7 @@ _BETWEEN_PAUSES = 2000
 
 
 DECOMPRESSED = web.RequestKey("decompressed", bool)
-"""The body that a request holds is no longer in the form that its `Content-Encoding` names."""
+"""The body that a request holds is not compressed, whatever its `Content-Encoding` says."""
 _WAITS = web.RequestKey("waits", bool)
 """The client of a request waits for `100 Continue`, and has not been sent it."""
 
