@@ -252,7 +252,7 @@ class Dispatch:
         chat, session, engine, started = self._chat, self._call.session, endpoint.engine, self._since or time.time()
         assert self._known is not None  # noqa: S101 - a call is planned until an engine accepts it
         plan, model = await self._services.plan(engine, session, chat, *self._known)
-        if engine.driver.pinned.keys() - chat.pinned:  # the engine was not known when the call arrived
+        if engine.driver.pinned.keys() - chat.pinned:  # those of the trainer's and the session's policy are pinned already
             metrics.count_replaced(chat.pin(engine.driver.pinned))
         budget = budget_of(chat.fields)
         thinking = await self._thinking_marks(model) if model is not None and budget is not None else None

@@ -363,14 +363,13 @@ class Endpoints:
     def _pin(self, asked: SessionRequest, call: ChatCall) -> None:
         """Write the pinned parameters into a call's members.
 
-        A session's own policy takes precedence. `Dispatch` adds what an engine requires that is not known yet. Each tenant gets a separate
-        part of the engine's prefix cache, by a salt that no other tenant can compute (`cache_salt`, vLLM 0.20 to 0.32).
+        A session's own policy takes precedence. `Dispatch` adds what the engine requires beside it. Each tenant gets a separate part of the
+        engine's prefix cache, by a salt that no other tenant can compute (`cache_salt`, vLLM 0.20 to 0.32).
         """
         if asked.settings.tenant:
             salt = keyed_hash(self._parser.secret, b"tenant" + asked.settings.tenant.encode())
             call.fields["cache_salt"] = msgspec.Raw(b'"%s"' % salt.hex().encode())
-        pinned = self._pool.engine_of(asked.session, call.model).driver.pinned if self._pool.monitors else {}
-        policy = {**pinned, **self._options.sampling, **asked.settings.sampling}
+        policy = {**self._options.sampling, **asked.settings.sampling}
         if policy:
             metrics.count_replaced(call.pin(policy))
 
