@@ -110,19 +110,32 @@ OVER_RELAY = {
 """The most that CPU a call may be over the bare relay's: shape and rollouts at once → target → ratio."""
 OVER_LITELLM = {("1 KB", 64): 14.0, ("141 KB", 16): 9.0}
 """The least that calls a second may be over LiteLLM's, each on one core."""
+LEAST_ENTRIES = {PROXY: 487, PROXY_REDIS: 576, PLUGIN: 487}
+"""The least Python functions that a call of a target enters (docs/decisions/0074)."""
+_ENTERED = {PROXY: "memory, 1 KB", PROXY_REDIS: "Redis, 1 KB", PLUGIN: "plugin, 141 KB"}
+"""Target → the case of `entries` that says how many a call enters; a longer history enters no more."""
 
 
 def aims(found: dict[str, Any]) -> list[Aim]:
-    """Each aim that this run can judge: its text, the figure, the limit, `met`; `floors`: the floors' figures for it, if they ran."""
-    return [*_load_aims(found.get("load", ())), *_other_aims(found)]
+    """Each aim that this run can judge.
+
+    It has the aim's text, the figure, the limit, and `met`; `floors`: the floors' figures for it, if they ran; `entries`: how many
+    functions a call might enter to meet it (`_entries_left`), and `least_entries`, if `entries` ran.
+    """
+    entered = {name: found["entries"][case]["all"] for name, case in _ENTERED.items()} if "entries" in found else {}
+    return [*_load_aims(found.get("load", ()), entered), *_other_aims(found, entered)]
 
 
 def verdict(aim: Aim) -> str:
-    """`met`; `out of reach` if a floor misses it too, as then no Python program that does this work can meet it; or `not met`."""
+    """`met`, `out of reach` or `not met`.
+
+    It is out of reach if a floor misses it too, as then no Python program that does this work can meet it; or if a call might enter fewer
+    functions than the least that it needs.
+    """
     if aim["met"]:
         return "met"
     missed = any(value < aim["limit"] if aim.get("least") else value > aim["limit"] for value in aim["floors"].values())
-    return "out of reach" if missed else "not met"
+    return "out of reach" if missed or ("entries" in aim and aim["entries"] < aim["least_entries"]) else "not met"
 
 
 def _most(words: str, value: float, limit: float, unit: str, all_: dict[str, float] | None = None, *, plugin: bool = False) -> Aim:
@@ -135,26 +148,46 @@ def _least(words: str, value: float, limit: float, unit: str, all_: dict[str, fl
     return {**_most(words, value, limit, unit, all_), "least": True, "met": value >= limit}
 
 
-def _over(targets: dict[str, list[dict[str, Any]]], what: str, base: str) -> dict[str, float]:
-    """The median of each target's runs that count, as a multiple of one target's; empty if that one is missing."""
+def _entries_left(aim: Aim, name: str, cpu: dict[str, float], entered: dict[str, int]) -> Aim:
+    """Adds how many functions a call of a target might enter to meet an aim, if all else costs what it costs.
+
+    `cpu` is the CPU of a call, in any unit, by target. The price of a function is what Redis adds to a call of the memory store, in the
+    same run. That is more than most functions cost, as some of Redis's write to its connection. So the result is too high, if anything.
+    """
+    if not entered or PROXY_REDIS not in cpu or cpu[PROXY_REDIS] <= cpu[PROXY]:
+        return aim
+    price = (cpu[PROXY_REDIS] - cpu[PROXY]) / (entered[PROXY_REDIS] - entered[PROXY])
+    share = aim["figure"] / aim["limit"] if aim.get("least") else aim["limit"] / aim["figure"]
+    return aim | {"entries": round(entered[name] - cpu[name] * (1 - share) / price), "least_entries": LEAST_ENTRIES[name]}
+
+
+def _medians(targets: dict[str, list[dict[str, Any]]], what: str) -> dict[str, float]:
+    """The median of each target's runs that count."""
     good = {name: [run[what] for run in runs if counts(run)] for name, runs in targets.items()}
-    medians = {name: statistics.median(values) for name, values in good.items() if values}
+    return {name: statistics.median(values) for name, values in good.items() if values}
+
+
+def _over(medians: dict[str, float], base: str) -> dict[str, float]:
+    """Each target's figure as a multiple of one target's; empty if that one is missing."""
     return {name: value / medians[base] for name, value in medians.items()} if base in medians else {}
 
 
-def _load_aims(rows: Sequence[dict[str, Any]]) -> Iterator[Aim]:
+def _load_aims(rows: Sequence[dict[str, Any]], entered: dict[str, int]) -> Iterator[Aim]:
     for row in rows:
         where, words = (row["shape"], row["connections"]), f"{row['shape']}, {row['connections']} at once"
-        cpu = _over(row["targets"], "cpu_us", "relay")
+        cpu = _medians(row["targets"], "cpu_us")
+        ratios, whole = _over(cpu, "relay"), {} if "chunks" in row["shape"] else entered
         for name, limit in OVER_RELAY.get(where, {}).items():
-            if name in cpu:
-                yield _most(f"{words}, {name}: CPU over the bare relay's", cpu[name], limit, "x", cpu, plugin=name == PLUGIN)
-        rates = _over(row["targets"], "calls_per_s", "litellm")
+            if name in ratios:
+                aim = _most(f"{words}, {name}: CPU over the bare relay's", ratios[name], limit, "x", ratios, plugin=name == PLUGIN)
+                yield _entries_left(aim, name, cpu, whole)
+        rates = _over(_medians(row["targets"], "calls_per_s"), "litellm")
         if where in OVER_LITELLM and PROXY in rates:
-            yield _least(f"{words}, {PROXY}: calls per s over LiteLLM's", rates[PROXY], OVER_LITELLM[where], "x", rates)
+            aim = _least(f"{words}, {PROXY}: calls per s over LiteLLM's", rates[PROXY], OVER_LITELLM[where], "x", rates)
+            yield _entries_left(aim, PROXY, cpu, whole)
 
 
-def _other_aims(found: dict[str, Any]) -> Iterator[Aim]:
+def _other_aims(found: dict[str, Any], entered: dict[str, int]) -> Iterator[Aim]:
     if grown := found.get("growth"):
         marks = grown["marks"]
         words = f"turn {marks[-1]['turn']} over turn {marks[0]['turn']}"
@@ -164,9 +197,10 @@ def _other_aims(found: dict[str, Any]) -> Iterator[Aim]:
                 yield _most(f"{words}, {name}: CPU beyond reading the body", value, 1.1, "x", beyond)
         if grown["redis_bytes_per_token"]:
             yield _most("redis: stored bytes a token", grown["redis_bytes_per_token"], 10.0, "B")
-    rates = [run["calls_per_s"] for run in found.get("rollouts", ()) if run["target"] == PROXY and counts(run)]
-    if rates:
-        yield _least(f"32 sessions at once, {PROXY}: turns per s", statistics.median(rates), 1500.0, "1/s")
+    rollouts = {name: [run for run in found.get("rollouts", ()) if run["target"] == name] for name in (PROXY, PROXY_REDIS)}
+    rates, cpu = (_medians(rollouts, what) for what in ("calls_per_s", "cpu_us"))
+    if PROXY in rates:
+        yield _entries_left(_least(f"32 sessions at once, {PROXY}: turns per s", rates[PROXY], 1500.0, "1/s"), PROXY, cpu, entered)
     for run in (run for run in found.get("streams", ()) if run["target"] == PROXY):
         words = f"{run['streams']:,} streams at once in one process"
         short = f", what {run['wanted']:,} would take" if run["streams"] < run["wanted"] else ""

@@ -158,6 +158,7 @@ def aim_table(aims: list[dict[str, Any]]) -> Table:
         ("limit", lambda aim: f"{'≥' if aim.get('least') else '≤'} {aim['limit']:g} {aim['unit']}"),
         ("", verdict),
         *((name, lambda aim, name=name: f"{aim['floors'][name]:g} {aim['unit']}" if name in aim["floors"] else "") for name in FLOORS),
+        ("functions left", lambda aim: f"{aim['entries']}, needs {aim['least_entries']}" if "entries" in aim and not aim["met"] else ""),
     ]
     return Table.of("Aims", aims, columns)
 

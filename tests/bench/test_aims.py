@@ -70,7 +70,8 @@ def test_too_few_calls_or_torn_sessions_judge_nothing(spoilt):
 
 
 def test_the_median_of_rollouts_counts_not_the_maximum():
-    runs = [{"target": "proxy memory", "calls_per_s": rate, "calls": 50, "torn": []} for rate in (1600.0, 900.0, 950.0)]
+    good = {"calls": 50, "torn": [], "cpu_us": 1.0}
+    runs = [good | {"target": "proxy memory", "calls_per_s": rate} for rate in (1600.0, 900.0, 950.0)]
     (aim,) = aims({"rollouts": [*runs, {"target": "relay", "calls_per_s": 9000.0}]})
     assert (aim["figure"], aim["met"]) == (950.0, False)
 
@@ -121,7 +122,7 @@ def test_what_limited_a_target_is_named(shares, waited, what):
 
 def test_the_page_shows_the_floors_beside_an_aim():
     row = loaded("1 KB", 64, relay=(200.0, 1.0), floor=(500.0, 1.0), floor_proven=(600.0, 1.0), proxy_memory=(700.0, 1.0))
-    assert [line[-3:] for line in aim_table(aims({"load": [row]})).rows] == [["2.5 x", "3 x", ""]]
+    assert [line[-4:] for line in aim_table(aims({"load": [row]})).rows] == [["2.5 x", "3 x", "", ""]]
 
 
 @pytest.mark.parametrize(
@@ -140,6 +141,35 @@ def test_an_aim_that_a_floor_misses_is_out_of_reach(figure, floors, words):
     assert verdict(at_most) == words
     at_least = {"figure": 1 / figure, "limit": 1 / 1.6, "least": True, "met": met, "floors": {i: 1 / each for i, each in enumerate(floors)}}
     assert verdict(at_least) == words
+
+
+ENTERED = {"memory, 1 KB": {"all": 600}, "Redis, 1 KB": {"all": 700}, "plugin, 141 KB": {"all": 620}}
+
+
+@pytest.mark.parametrize(
+    ("relay", "left", "words"),
+    [
+        (200.0, 540, "not met"),  # the aim is 760 of 820 µs, which is 60 functions of 1 µs
+        (180.0, 464, "out of reach"),
+    ],
+)
+def test_an_aim_that_leaves_a_call_too_few_functions_is_out_of_reach(relay, left, words):
+    row = loaded("1 KB", 64, relay=(relay, 1.0), proxy_memory=(820.0, 1.0), proxy_redis=(920.0, 1.0))
+    aim = aims({"load": [row], "entries": ENTERED})[0]
+    assert (aim["entries"], aim["least_entries"], verdict(aim)) == (left, 487, words)
+    assert aim_table([aim]).rows[0][-1] == f"{left}, needs 487"
+
+
+def test_an_aim_in_calls_a_second_leaves_as_many_functions_as_its_cpu_pays_for():
+    runs = {"proxy memory": (750.0, 1400.0), "proxy redis": (650.0, 1600.0)}
+    good = [{"target": name, "calls_per_s": rate, "calls": 50, "torn": [], "cpu_us": cpu} for name, (rate, cpu) in runs.items()]
+    (aim,) = aims({"rollouts": good, "entries": ENTERED})
+    assert aim["entries"] == 250  # half of 1,400 µs are 350 functions of 2 µs
+
+
+def test_without_redis_nobody_knows_what_a_function_costs():
+    (aim,) = aims({"load": [loaded("1 KB", 64, relay=(100.0, 1.0), proxy_memory=(820.0, 1.0))], "entries": ENTERED})
+    assert "entries" not in aim
 
 
 def test_an_aim_without_a_floor_is_not_out_of_reach():
