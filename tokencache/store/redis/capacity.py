@@ -171,12 +171,12 @@ def _evicts(memory: dict[str, Any]) -> str:
     return f"its maxmemory-policy is {policy}: when its memory is full it deletes sessions that are in use"
 
 
-async def scan(run: Run, cursor: int, pattern: bytes, count: int, _lost: bool) -> Any:
+async def scan(run: Run, cursor: int, pattern: bytes, count: int, _lost: bool = False) -> Any:
     """Read a page of about `count` session keys that match a pattern, without tombstones: the next cursor, and the keys."""
     return check("SCAN", await run("SCAN", cursor, "MATCH", pattern, "COUNT", count, "TYPE", "hash"))
 
 
-async def run_id(run: Run, _lost: bool) -> bytes:
+async def run_id(run: Run) -> bytes:
     """Read the id of a server's process; `b""` if the server does not report it."""
     reply = await _info(run, "server")
     return str(reply.get("run_id", "")).encode() if isinstance(reply, dict) else b""

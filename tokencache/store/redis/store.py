@@ -58,7 +58,7 @@ class Cursor(NamedTuple):
         primaries: number of primaries when the walk began.
         primary: the one that is listed now.
         scan: cursor of its SCAN.
-        server: its run id; `b""` before its first page, or if it does not report it. The cursor means nothing to another server.
+        server: its run id; `b""` if it does not report it. The cursor means nothing to another server.
     """
 
     primaries: int
@@ -281,21 +281,9 @@ class RedisStore:
                 break
 
     async def page(self, cursor: bytes, limit: int) -> base.Page:
-        primaries = await self._client.call("page", lambda _: self._backend.primaries())
-        at = Cursor.read(cursor) if cursor else Cursor(len(primaries))
-        if at.primaries != len(primaries):
-            raise base.CursorError("the number of servers has changed")
-        run = primaries[at.primary]
-        server = await self._client.call("page", partial(run_id, run))
-        if at.server not in {b"", server}:
-            raise base.CursorError("another server has taken over")
-        following, found = await self._client.call("page", partial(scan, run, at.scan, self._keys.pattern, limit))
-        infos = await self.states([self._keys.name(key) for key in found])
-        if int(following):
-            after = at._replace(scan=int(following), server=server)
-        else:
-            after = at._replace(primary=at.primary + 1, scan=0, server=b"")
-        return base.Page([info for info in infos if info is not None], after.packed if after.primary < after.primaries else b"")
+        at = Cursor.read(cursor) if cursor else None
+        after, names = await self._client.call("page", lambda _: self._read_page(at, limit))
+        return base.Page([info for info in await self.states(names) if info is not None], after)
 
     async def states(self, sessions: Sequence[str]) -> list[base.SessionInfo | None]:
         found: list[base.SessionInfo | None] = []
@@ -493,6 +481,21 @@ class RedisStore:
 
     async def demands(self) -> list[bytes]:
         return list(await self._command("demands", "HVALS", self._keys.demands))
+
+    async def _read_page(self, at: Cursor | None, limit: int) -> tuple[bytes, list[str]]:
+        """Read the cursor after a page, and the names on it. It is done as a whole: after a failure there may be another server."""
+        primaries = await self._backend.primaries()
+        at = at or Cursor(len(primaries))
+        if at.primaries != len(primaries):
+            raise base.CursorError("the number of servers has changed")
+        server = await run_id(primaries[at.primary])
+        if at.server not in {b"", server}:
+            raise base.CursorError("another server has taken over")
+        following, found = await scan(primaries[at.primary], at.scan, self._keys.pattern, limit)
+        names, rest = [self._keys.name(key) for key in found], primaries[at.primary + 1 :]
+        if int(following):
+            return at._replace(scan=int(following), server=server).packed, names
+        return Cursor(at.primaries, at.primary + 1, 0, await run_id(rest[0])).packed if rest else b"", names
 
     async def _read_states(self, sessions: Sequence[str], _lost: bool) -> list[Any]:
         """Read the states of sessions in one round trip, or in two if a server has not seen the script."""
