@@ -282,8 +282,9 @@ class RedisStore:
 
     async def page(self, cursor: bytes, limit: int) -> base.Page:
         at = Cursor.read(cursor) if cursor else None
-        after, names = await self._client.call("page", lambda _: self._read_page(at, limit))
-        return base.Page([info for info in await self.states(names) if info is not None], after)
+        after, keys = await self._client.call("page", lambda _: _read_page(self._backend, self._keys.pattern, at, limit))
+        infos = await self.states([*map(self._keys.name, keys)])
+        return base.Page([info for info in infos if info is not None], after)
 
     async def states(self, sessions: Sequence[str]) -> list[base.SessionInfo | None]:
         found: list[base.SessionInfo | None] = []
@@ -482,21 +483,6 @@ class RedisStore:
     async def demands(self) -> list[bytes]:
         return list(await self._command("demands", "HVALS", self._keys.demands))
 
-    async def _read_page(self, at: Cursor | None, limit: int) -> tuple[bytes, list[str]]:
-        """Read the cursor after a page, and the names on it. It is done as a whole: after a failure there may be another server."""
-        primaries = await self._backend.primaries()
-        at = at or Cursor(len(primaries))
-        if at.primaries != len(primaries):
-            raise base.CursorError("the number of servers has changed")
-        server = await run_id(primaries[at.primary])
-        if at.server not in {b"", server}:
-            raise base.CursorError("another server has taken over")
-        following, found = await scan(primaries[at.primary], at.scan, self._keys.pattern, limit)
-        names, rest = [self._keys.name(key) for key in found], primaries[at.primary + 1 :]
-        if int(following):
-            return at._replace(scan=int(following), server=server).packed, names
-        return Cursor(at.primaries, at.primary + 1, 0, await run_id(rest[0])).packed if rest else b"", names
-
     async def _read_states(self, sessions: Sequence[str], _lost: bool) -> list[Any]:
         """Read the states of sessions in one round trip, or in two if a server has not seen the script."""
         keys = [self._keys.session(session) for session in sessions]
@@ -537,3 +523,19 @@ class RedisStore:
         if answer[0] != call:
             raise WrongAnswerError("the server answered another call")
         return answer[1]
+
+
+async def _read_page(backend: Backend, pattern: bytes, at: Cursor | None, limit: int) -> tuple[bytes, list[bytes]]:
+    """Read the cursor after a page, and the keys on it. It is done as a whole: after a failure there may be another server."""
+    primaries = await backend.primaries()
+    at = at or Cursor(len(primaries))
+    if at.primaries != len(primaries):
+        raise base.CursorError("the number of servers has changed")
+    server = await run_id(primaries[at.primary])
+    if at.server not in {b"", server}:
+        raise base.CursorError("another server has taken over")
+    following, keys = await scan(primaries[at.primary], at.scan, pattern, limit)
+    if int(following):
+        return at._replace(scan=int(following), server=server).packed, keys
+    rest = primaries[at.primary + 1 :]
+    return Cursor(at.primaries, at.primary + 1, 0, await run_id(rest[0])).packed if rest else b"", keys
