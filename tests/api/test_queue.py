@@ -245,6 +245,18 @@ class TestDeliveries:
         (one,), left = await queue.take(Take("c", max_lag=0))
         assert (names_of([one]), left) == ([["fork"]], {"stale": 0, "unknown_lag": 0})
 
+    async def test_a_session_that_is_deleted_while_it_is_taken_is_not_delivered(self, store, monkeypatch):
+        queue, states = queue_of(store), store.states
+        await finish(store, "a", "b")
+
+        async def deleted_once_sealed(names):
+            if len(names) == 1 and (info := (await states(names))[0]) is not None and info.sealed and info.id == "a":
+                await store.delete("a")
+            return await states(names)
+
+        monkeypatch.setattr(store, "states", deleted_once_sealed)
+        assert names_of(await take(queue, Take("c", limit=2))) == [["b"]]
+
     async def test_a_deleted_session_leaves_the_queue(self, store):
         queue = queue_of(store)
         await finish(store, "a", "b")

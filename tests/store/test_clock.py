@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from tests.support.profiles import examples
 from tokencache import metrics
 from tokencache.core.session import Budget, Labels, SessionSettings
 from tokencache.store.base import Binding, SessionDeletedError
-from tokencache.store.clock import ClockWatch
+from tokencache.store.clock import RECORDS, ClockWatch
 from tokencache.store.file import FileStore
 from tokencache.store.memory import MemoryStore
 
@@ -174,6 +175,7 @@ def test_a_clock_that_is_a_little_fast_is_not_reported(caplog):
 async def test_a_clock_of_redis_that_is_set_is_reported(emptied_redis_store, monkeypatch, caplog):
     """The proxy cannot keep what Redis deletes. It says so."""
     store = emptied_redis_store
+    monkeypatch.setattr(RECORDS, "offset", RECORDS.offset)
     await store._capacity.close()  # only the checks of this test
     run, ahead = store._backend.run, [0]
 
@@ -187,3 +189,15 @@ async def test_a_clock_of_redis_that_is_set_is_reported(emptied_redis_store, mon
     (reported,) = [record.message for record in caplog.records if "CLOCK" in record.message]
     assert reported.startswith("THE CLOCK WAS SET: the redis clock went forwards by 6912")
     assert "sessions in use may be gone" in reported
+    assert RECORDS.now() == pytest.approx(time.time() + 691_201, abs=5), "all replicas record by the clock of Redis"
+
+
+async def test_records_have_the_time_of_the_file(tmp_path):
+    """So turns keep their order though the clock was set, and one of the processes that use the file has started since."""
+    with machine_of() as machine:
+        async with processes("file", tmp_path) as (store, _):
+            machine.system += DAY
+            RECORDS.follow(machine.system, machine.running)  # as a process that starts now
+            await store.close()
+            await store.open()
+            assert RECORDS.now() == machine.system - DAY

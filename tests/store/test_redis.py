@@ -341,7 +341,7 @@ async def test_a_walk_ends_when_another_server_has_taken_over(store, redis, monk
     walk = store.sessions()
     found = [await anext(walk)]
 
-    async def run_id(_run, _lost):
+    async def run_id(_run):
         return b"another"
 
     monkeypatch.setattr("tokencache.store.redis.store.run_id", run_id)
@@ -358,7 +358,7 @@ async def test_sessions_start_again_when_another_server_takes_over(store, redis,
     monkeypatch.setattr("tokencache.store.redis.store.PAGE", 5)
     servers = iter([b"one", b"one"])
 
-    async def run_id(_run, _lost):
+    async def run_id(_run):
         return next(servers, b"another")
 
     monkeypatch.setattr("tokencache.store.redis.store.run_id", run_id)

@@ -11,12 +11,12 @@ import trustme
 
 from tests.store.conformance import CHECKS, build, check_replicas, record
 from tests.support.material import needs
-from tests.support.redis_groups import SERVICE, cluster, send_command, wait, watched_primary
+from tests.support.redis_groups import SERVICE, added_node, cluster, send_command, wait, watched_primary
 from tests.support.redis_server import RealRedis, find_binary, find_valkey
 from tests.support.waiting import PATIENCE
 from tokencache.core.session import Labels, SessionSettings
 from tokencache.store import StoreOptions, open_store
-from tokencache.store.base import SessionDeletedError, StoreError
+from tokencache.store.base import CursorError, SessionDeletedError, StoreError
 
 pytestmark = [pytest.mark.redis, needs("redis-server", find_binary())]
 USER = (
@@ -201,27 +201,31 @@ def test_the_documented_rights_are_those_tested():
     assert IN_A_CLUSTER in page
 
 
-async def moving(store, nodes):
+async def moving(store, nodes, target=None):
     """Record a session, and begin to move its slot: its epoch, the slot, its node, the other one and that one's id."""
     epoch = await record(store, "s", build("a"))
     slot = send_command(nodes[0], "CLUSTER KEYSLOT", "{s}")
     source = next(node for node in nodes if send_command(node, "CLUSTER COUNTKEYSINSLOT", slot))
-    target = next(node for node in nodes if node is not source)
+    target = target or next(node for node in nodes if node is not source)
     ids = {node: send_command(node, "CLUSTER MYID").decode() for node in (source, target)}
     send_command(target, "CLUSTER", "SETSLOT", slot, "IMPORTING", ids[source])
     send_command(source, "CLUSTER", "SETSLOT", slot, "MIGRATING", ids[target])
     return epoch, slot, source, target, ids[target]
 
 
-async def test_a_session_that_moves_to_another_node_is_followed():
-    with cluster() as nodes:
+@pytest.mark.parametrize("at_once", [1, 2, 3])
+@pytest.mark.parametrize("new", [False, True], ids=["known-node", "new-node"])
+async def test_a_session_that_moves_to_another_node_is_followed(new, at_once):
+    with cluster() as nodes, added_node(nodes) if new else contextlib.nullcontext() as node:
         async with opened(cluster_url(nodes)) as store:
-            epoch, slot, source, target, its_id = await moving(store, nodes)
+            epoch, slot, source, target, its_id = await moving(store, nodes, node)
             send_command(source, "MIGRATE", "127.0.0.1", target.port, "tokencache:{s}", 0, 5000)
-            await store.begin("s", "asked", [])  # ASK: not moved yet, but there
-            for node in nodes:
-                send_command(node, "CLUSTER", "SETSLOT", slot, "NODE", its_id)
-            await store.commit("s", epoch, "asked", [build("b").entry])  # MOVED
+            for calls in (at_once, 1, 1):  # ASK: not moved yet, but there; later calls find as many connections as there were calls at once
+                await asyncio.gather(*(store.begin("s", f"asked-{n}", []) for n in range(calls)))
+                assert [info.id for info in await store.states(["s"])] == ["s"]
+            for one in filter(None, (*nodes, node)):
+                send_command(one, "CLUSTER", "SETSLOT", slot, "NODE", its_id)
+            await store.commit("s", epoch, "asked-0", [build("b").entry])  # MOVED
             assert [turn.id for turn in await store.turns("s")] == ["a", "b"]
 
 
@@ -248,3 +252,49 @@ async def test_a_node_that_dies_is_replaced_by_its_replica():
             await store.commit(name, epoch, "k", [build("b").entry])
             assert [turn.id for turn in await store.turns(name)] == ["a", "b"]
             assert send_command(nodes[3], "INFO", "replication")["role"] == "master"
+
+
+async def test_sessions_are_listed_after_a_failover_though_no_call_uses_that_node():
+    with cluster(3, replicas=1) as nodes:
+        async with opened(cluster_url(nodes[1:])) as store:
+            names = {f"s{n}" for n in range(30)}
+            for name in names:
+                await store.begin(name, "k", [])
+            assert {info.id async for info in store.sessions()} == names
+            send_command(nodes[0], "WAIT", 1, 5000)
+            nodes[0].kill()
+            assert {info.id async for info in store.sessions()} == names
+
+
+async def test_a_walk_over_the_sessions_notices_other_primaries():
+    """A replica that takes over may be in another place among them."""
+    with cluster() as nodes:
+        async with opened(cluster_url(nodes)) as store:
+            cursor = b""
+            while not cursor.startswith(b"3 1 0 "):  # the first one is listed
+                cursor = (await store.page(cursor, 10)).cursor
+            first, *others = await store._backend.primaries()
+
+            async def replaced():
+                return [*others, first]
+
+            store._backend.primaries = replaced
+            with pytest.raises(CursorError, match="another server has taken over"):
+                await store.page(cursor, 10)
+
+
+async def test_a_connection_that_the_client_closes_for_another_call_is_replaced(monkeypatch):
+    with cluster() as nodes:
+        async with opened(cluster_url(nodes)) as store:
+            client = store._backend._client
+            run, closed = client.execute_command, RuntimeError("unable to perform operation on <TCPTransport closed=True>")
+
+            async def run_or_find_it_closed(*command):
+                monkeypatch.setattr(client, "execute_command", run)
+                raise closed
+
+            monkeypatch.setattr(client, "execute_command", run_or_find_it_closed)
+            await store.begin("s", "k", [])
+            monkeypatch.setattr(client, "execute_command", run_or_find_it_closed)
+            with pytest.raises(StoreError, match="unable to perform"):  # it may have been done, and is not done twice
+                await store.delete("s")

@@ -13,6 +13,7 @@ from tests.support.waiting import block_until
 
 SLOTS = 16_384
 SERVICE = "tokencache"
+_NODE = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--cluster-replica-validity-factor", "0")
 
 
 class RealSentinel(RealRedis):
@@ -50,8 +51,7 @@ def watched_primary() -> Iterator[tuple[RealRedis, RealRedis, RealSentinel]]:
 def cluster(primaries: int = 3, *, replicas: int = 0) -> Iterator[list[RealRedis]]:
     """Start a cluster with evenly distributed slots. Yields its primaries, then replicas of the first primaries."""
     with contextlib.ExitStack() as stack:
-        settings = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--cluster-replica-validity-factor", "0")
-        nodes = [stack.enter_context(RealRedis(*settings)) for _ in range(primaries + replicas)]
+        nodes = [stack.enter_context(RealRedis(*_NODE)) for _ in range(primaries + replicas)]
         for n, node in enumerate(nodes[:primaries]):
             send_command(node, "CLUSTER ADDSLOTS", *range(n * SLOTS // primaries, (n + 1) * SLOTS // primaries))
         for node in nodes[1:]:
@@ -65,6 +65,17 @@ def cluster(primaries: int = 3, *, replicas: int = 0) -> Iterator[list[RealRedis
             wait(lambda node=node: send_command(node, "CLUSTER INFO")["cluster_state"] == "ok")  # type: ignore[misc]
             wait(lambda node=node: _replicas_in(send_command(node, "CLUSTER NODES")) == replicas)  # type: ignore[misc]
         yield nodes
+
+
+@contextlib.contextmanager
+def added_node(nodes: list[RealRedis]) -> Iterator[RealRedis]:
+    """Add a node without slots to a cluster."""
+    with RealRedis(*_NODE) as node:
+        send_command(node, "CLUSTER MEET", "127.0.0.1", nodes[0].port)
+        for one in (*nodes, node):
+            wait(lambda one=one: len(send_command(one, "CLUSTER NODES")) == len(nodes) + 1)  # type: ignore[misc]
+        wait(lambda: send_command(node, "CLUSTER INFO")["cluster_state"] == "ok")
+        yield node
 
 
 def _replicas_in(nodes: dict[str, dict[str, Any]]) -> int:

@@ -60,6 +60,7 @@ from tokencache.proxy.recorder import Recorded, turns_of
 from tokencache.proxy.reply_source import End, EndKind, ReplySource
 from tokencache.proxy.response import REQUEST_ID, Response
 from tokencache.store.base import BeginResult, Join, OpenCall, Store, StoreError
+from tokencache.store.clock import RECORDS
 
 if TYPE_CHECKING:
     from tokencache.proxy.spans import CallSpans
@@ -121,7 +122,9 @@ class CallAttempt:
         self.engine = Party(REQUEST, RequestState.IDLE)
         self.client = asked.response.client
         self.shown = Party(SHOWN, ShownState.NOTHING)
-        self._call = BegunCall(id=self.id, session=asked.session, chat=asked.chat, fingerprint=asked.fingerprint, started=time.time())
+        self._call = BegunCall(
+            id=self.id, session=asked.session, chat=asked.chat, fingerprint=asked.fingerprint, started=time.monotonic() + RECORDS.offset
+        )
         self._response, self._settings, self._exchange = asked.response, asked.settings, asked.response.exchange
         self._services, self._ledger, self._budget, self._may_resample = services, services.ledger, budget, may_resample
         self._begun: BeginResult | None = None
@@ -267,7 +270,7 @@ class CallAttempt:
 
     async def _write_turns(self, mark: str, detail: str) -> None:
         """Write the turns of the reply; `mark` and `detail` as in `CallFacts`."""
-        call, reply, weights, ended = self._call, self._source.reply, self._dispatch.planned.weights, time.time()
+        call, reply, weights, ended = self._call, self._source.reply, self._dispatch.planned.weights, time.monotonic() + RECORDS.offset
         unanswered = self.client.state is ClientState.ORPHANED
         try:
             if mark == TurnMark.ABORTED:
@@ -296,7 +299,7 @@ class CallAttempt:
                 log_call(facts, recorded)
             if self._services.spans is not None:
                 self._services.spans.answered(facts, recorded, self._exchange.headers)
-        metrics.AFTER.observe(time.time() - ended)
+        metrics.AFTER.observe(time.monotonic() + RECORDS.offset - ended)
         metrics.counter(metrics.CALLS, call.chat.dialect, mark or ("error" if reply.error else "answered")).add(1)
         _log(self._call, incidents)
 
@@ -322,7 +325,7 @@ class CallAttempt:
             judged=judged,
             unanswered=unanswered,
             media_kept=media_kept,
-            ended=time.time(),
+            ended=time.monotonic() + RECORDS.offset,
         )
 
     # Plan and send
@@ -437,7 +440,7 @@ def report_end(
     """
     if spans is not None:
         spans.ended(call, headers, ended, status)
-    subject, ms = f"session {call.session} call {call.id}", round(1000 * (time.time() - call.started))
+    subject, ms = f"session {call.session} call {call.id}", round(1000 * (time.monotonic() + RECORDS.offset - call.started))
     known = {"session": call.session, "call": call.id, "ms": ms}
     log_end(subject, known, headers, ended, status=status, level=logging.INFO if detail is None else logging.WARNING)
     if detail is not None:

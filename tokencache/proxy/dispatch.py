@@ -56,6 +56,7 @@ from tokencache.proxy.planner import media_reason
 from tokencache.proxy.policy_version import PolicyVersions
 from tokencache.proxy.response import Exchange
 from tokencache.store.base import BeginResult
+from tokencache.store.clock import RECORDS
 from tokencache.wakeup import wait_for
 
 if TYPE_CHECKING:
@@ -249,14 +250,14 @@ class Dispatch:
             EngineError: the engine cannot be reached, or cannot serve now.
             HarnessError: the prompt would not begin with the ids that the client requires.
         """
-        chat, session, engine, started = self._chat, self._call.session, endpoint.engine, self._since or time.time()
+        chat, session, engine, started = self._chat, self._call.session, endpoint.engine, self._since or time.monotonic() + RECORDS.offset
         assert self._known is not None  # noqa: S101 - a call is planned until an engine accepts it
         plan, model = await self._services.plan(engine, session, chat, *self._known)
         if engine.driver.pinned.keys() - chat.pinned:  # those of the trainer's and the session's policy are pinned already
             metrics.count_replaced(chat.pin(engine.driver.pinned))
         budget = budget_of(chat.fields)
         thinking = await self._thinking_marks(model) if model is not None and budget is not None else None
-        metrics.BEFORE.observe(time.time() - started)
+        metrics.BEFORE.observe(time.monotonic() + RECORDS.offset - started)
         if plan.prefix is not None:
             tokens = (len(plan.prefix) + len(plan.tail)) // ids.ID_BYTES
             self._services.pool.placement.begin(self._call.id, session, endpoint.key, tokens)

@@ -5,7 +5,6 @@ the engine, the states say what the client did. At the end `CallAttempt` makes `
 turns of these facts.
 """
 
-import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
@@ -22,6 +21,7 @@ from tokencache.engine.model import Engine, Model
 from tokencache.engine.reply import Reply
 from tokencache.proxy.plan import Plan
 from tokencache.proxy.policy_version import PieceVersions, VersionReading
+from tokencache.store.clock import RECORDS
 
 
 class BegunCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +45,7 @@ class BegunCall(msgspec.Struct, frozen=True, kw_only=True):
 
     def incident(self, kind: IncidentKind, detail: str = "", *, hole: bool | None = None, status: int = 0) -> Incident:
         """Make an incident of this call."""
-        return kind.incident(detail, call=self.id, hole=hole, at=time.time(), status=status)
+        return kind.incident(detail, call=self.id, hole=hole, at=RECORDS.now(), status=status)
 
     def left(self, detail: str) -> Incident:
         """Make the incident of a client that left.

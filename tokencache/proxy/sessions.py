@@ -97,7 +97,7 @@ class SessionRequest(msgspec.Struct, frozen=True):
     harness: str
     leniency: Leniency
     holding: Holding
-    began: float = msgspec.field(default_factory=time.time)
+    began: float
 
 
 def hash_key(key: str) -> str:

@@ -2,6 +2,9 @@
 
 A clock that is set forwards by more than the time to live would make sessions expire that are in use. So the memory store and the file
 store measure by a `SteadyClock`. Redis measures by the clock of its machine: there a `ClockWatch` can only report that it was set.
+
+What is recorded has the time of `RECORDS`: turns and incidents keep their order, and calls last as long as they do. All replicas of a store
+agree on it. Only what comes from outside, such as a deadline, is compared with the system clock.
 """
 
 import logging
@@ -13,6 +16,9 @@ log = logging.getLogger(__name__)
 
 TOLERANCE = 10.0
 """Least difference, in seconds, between two clocks or between the steps of two clocks that counts."""
+
+_NOTICED = 1.0
+"""Difference from a store's clock, in seconds, from which on a clock follows it: answers of Redis are late by a part of that."""
 
 NOT_USED = "The store does not use it: sessions expire as if it had not been set"
 """What follows if the system clock is set."""
@@ -31,6 +37,11 @@ class SteadyClock:
     def now(self) -> float:
         """Return the time, as Unix time in seconds."""
         return time.monotonic() + self.offset
+
+    def follow(self, reading: float, at: float) -> None:
+        """Go on from another clock, which had this reading at a time of the monotonic clock, unless they agree."""
+        if abs(reading - at - self.offset) > _NOTICED:
+            self.offset = reading - at
 
 
 class ClockWatch:
@@ -70,3 +81,7 @@ def system_time() -> float:
 def monotonic() -> float:
     """Return the time of the monotonic clock, in seconds. Nobody sets it, and it stands still while the machine is suspended (Linux)."""
     return time.monotonic()
+
+
+RECORDS = SteadyClock()
+"""The clock of what is recorded; it follows that of the store. The path of a call adds its offset in place, which enters no function."""

@@ -62,6 +62,15 @@ def test_messages_before_an_unreadable_one_do_not_pile_up():
     assert len(reader._known) <= 6
 
 
+def test_long_replies_do_not_pile_up():
+    """They are kept after their sessions were deleted, for as long as there is room."""
+    reader = MessageReader(memory=100_000)
+    replies = [entry(json.dumps("x" * 10_000 + str(number))) for number in range(40)]
+    first = [reader.read([raw])[0].digest for raw in replies]
+    assert len(reader._known) <= 11
+    assert [reader.read([raw])[0].digest for raw in replies] == first
+
+
 def arguments_of(raw):
     return [call["function"]["arguments"] for call in json.loads(raw)["tool_calls"]]
 

@@ -85,6 +85,7 @@ class ReadMessage(msgspec.Struct, frozen=True, gc=False):
         exact: equal only for messages that every template renders alike.
         malformed: whether an engine may refuse the arguments of a call (`with_stand_ins`).
         media: its parts that are not text.
+        size: number of its bytes if it has its text.
     """
 
     message: Message
@@ -92,14 +93,15 @@ class ReadMessage(msgspec.Struct, frozen=True, gc=False):
     exact: bytes
     malformed: bool = False
     media: tuple[MediaPart, ...] = ()
+    size: int = 0
 
 
 class MessageReader:
-    """Parses raw messages and remembers the last `size` distinct ones."""
+    """Parses raw messages and remembers the last `size` distinct ones, whose texts take no more than `memory` bytes."""
 
-    def __init__(self, size: int = 200_000) -> None:
+    def __init__(self, size: int = 200_000, memory: int = 256 * 2**20) -> None:
         self._known: OrderedDict[bytes, ReadMessage] = OrderedDict()
-        self._size = size
+        self._size, self._memory, self._held = size, memory, 0
         self._seed = secrets.randbits(64)  # xxh3 is not cryptographic: without the seed clients cannot construct collisions
 
     def read(self, entries: Iterable[bytes]) -> list[ReadMessage]:
@@ -110,8 +112,8 @@ class MessageReader:
         """
         found: list[ReadMessage] = []
         known = self._known
-        while len(known) > self._size:  # before the first message that cannot be read
-            known.popitem(last=False)
+        while len(known) > self._size or self._held > self._memory:  # before the first message that cannot be read
+            self._held -= known.popitem(last=False)[1].size
         for raw in entries:
             key = xxhash.xxh3_128_digest(raw, self._seed)
             read = known.get(key)
@@ -122,7 +124,8 @@ class MessageReader:
                 exact = exact_digest_of_json(entry)
                 if message.role == "assistant":
                     malformed = bool(message.calls) and not _has_json(entry.get("tool_calls") or ())
-                    read = ReadMessage(message, digest(message), exact, malformed, media)
+                    read = ReadMessage(message, digest(message), exact, malformed, media, len(raw))
+                    self._held += len(raw)
                 else:
                     slim = Message(message.role, answers=message.answers, media=b"1" if message.media else b"")
                     own = result_digest_of_json(entry, exact) if message.role == "tool" else exact

@@ -19,7 +19,7 @@ from redis import exceptions
 
 from tokencache.background import repeat
 from tokencache.store.base import StoreError, StoreUsage
-from tokencache.store.clock import TOLERANCE, ClockWatch, monotonic
+from tokencache.store.clock import RECORDS, TOLERANCE, ClockWatch, monotonic
 from tokencache.store.redis.answers import check
 from tokencache.store.redis.connections import Backend, Run
 from tokencache.store.redis.retries import RetryingClient
@@ -102,6 +102,8 @@ class CapacityWatch:
         seconds, micros = await self._client.call("capacity", partial(_ask, "TIME", run))
         if monotonic() - started < TOLERANCE / 2:  # otherwise it is unknown when it was read
             self._clocks.setdefault(number, ClockWatch("redis", _CLOCK_EFFECT)).check(seconds + micros / 1e6, started)
+            if number == 0:
+                RECORDS.follow(seconds + micros / 1e6, started)
 
     async def _info(self, run: Run) -> dict[str, Any]:
         reply = await self._client.call("capacity", lambda _: _info(run, "memory"))
@@ -171,12 +173,12 @@ def _evicts(memory: dict[str, Any]) -> str:
     return f"its maxmemory-policy is {policy}: when its memory is full it deletes sessions that are in use"
 
 
-async def scan(run: Run, cursor: int, pattern: bytes, count: int, _lost: bool) -> Any:
+async def scan(run: Run, cursor: int, pattern: bytes, count: int, _lost: bool = False) -> Any:
     """Read a page of about `count` session keys that match a pattern, without tombstones: the next cursor, and the keys."""
     return check("SCAN", await run("SCAN", cursor, "MATCH", pattern, "COUNT", count, "TYPE", "hash"))
 
 
-async def run_id(run: Run, _lost: bool) -> bytes:
+async def run_id(run: Run) -> bytes:
     """Read the id of a server's process; `b""` if the server does not report it."""
     reply = await _info(run, "server")
     return str(reply.get("run_id", "")).encode() if isinstance(reply, dict) else b""

@@ -3,12 +3,13 @@
 The client library's own retries are off, because only the caller knows which operations may be done twice.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from redis import exceptions
 from redis.asyncio import BlockingConnectionPool, Connection, Redis, RedisCluster, Sentinel, SSLConnection, UnixDomainSocketConnection
-from redis.asyncio.cluster import ClusterNode
+from redis.asyncio.cluster import ClusterNode, PipelineCommand
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import MasterNotFoundError
 from redis.backoff import NoBackoff
@@ -82,33 +83,90 @@ class SingleServer:
             await sentinel.aclose()
 
 
+class _ImportingNode:
+    """The node to which the slot of a key moves: `ASK` names it, and only what follows `ASKING` on the same connection is done there.
+
+    redis-py sends both one after the other, each over the connection that is free then. Over two of them in turn, no command is ever done.
+    """
+
+    def __init__(self, node: ClusterNode) -> None:
+        self._node = node
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._node, name)
+
+    async def execute_command(self, *command: Any, **_options: Any) -> Any:
+        """Send `ASKING` together with the command that follows it."""
+        if command == ("ASKING",):
+            return None
+        both = [PipelineCommand(0, "ASKING"), PipelineCommand(1, *command)]
+        await self._node.execute_pipeline(both)
+        if isinstance(both[1].result, Exception):
+            raise both[1].result
+        return both[1].result
+
+
+class _ClusterClient(RedisCluster):
+    """Follows `ASK` with several connections, and to a node that has no slot yet, such as one that was just added."""
+
+    def get_node(self, host: str | None = None, port: int | None = None, node_name: str | None = None) -> Any:
+        """Return a node; by its name only when `ASK` names it."""
+        if node_name is None:
+            return super().get_node(host, port)
+        node = super().get_node(node_name=node_name)
+        if node is None:
+            its_host, _, its_port = node_name.rpartition(":")
+            node = ClusterNode(its_host, int(its_port), "primary", **self.connection_kwargs)
+            self.nodes_manager.set_nodes(self.nodes_manager.nodes_cache, {node_name: node})
+        return _ImportingNode(node)
+
+
 class Cluster:
     """The primaries of a cluster. The client follows `MOVED` and `ASK`, and reads the slot map again after a failure."""
 
     def __init__(self, client: RedisCluster) -> None:
-        self.run: Run = client.execute_command
-        self.run_shared: Run = self.run
-        self._client = client
+        self.run: Run = self._run
+        self.run_shared: Run = self._run
+        self._client, self._outdated = client, False
+
+    async def _run(self, *command: Any) -> Any:
+        with _closed_meanwhile():
+            return await self._client.execute_command(*command)
 
     async def batch(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
         """See `Backend.batch`."""
         pipeline = self._client.pipeline()
         for command in commands:
             pipeline.execute_command(*command)
-        return await pipeline.execute()
+        with _closed_meanwhile():
+            return await pipeline.execute()
 
     async def primaries(self) -> list[Run]:
-        """See `Backend.primaries`."""
-        await self._client.initialize()
+        """See `Backend.primaries`. After a failure it reads the slot map again: the client does so for commands with a key only."""
+        with _closed_meanwhile():
+            await self._client.initialize()
+            if self._outdated:
+                await self._client.nodes_manager.initialize()
+                self._outdated = False
         nodes = sorted(self._client.get_primaries(), key=lambda node: str(node.name))
         return [node.execute_command for node in nodes]
 
     async def reset(self) -> None:
-        """See `Backend.reset`. The client itself reacts to failures."""
+        """See `Backend.reset`. The client itself closes connections."""
+        self._outdated = True
 
     async def close(self) -> None:
         """See `Backend.close`."""
         await self._client.aclose()
+
+
+@contextlib.contextmanager
+def _closed_meanwhile() -> Iterator[None]:
+    """Report a connection that the client closed for another call, for which uvloop raises a `RuntimeError`, as one that was lost."""
+    try:
+        yield
+    except RuntimeError as why:
+        raise exceptions.ConnectionError(str(why)) from None
 
 
 class _Connection(Connection):
@@ -177,9 +235,10 @@ def _sentinels(address: Address, timeout: float) -> Backend:
 def _cluster(address: Address, timeout: float) -> Backend:
     half = timeout / 2  # the client tries another node only after one has timed out
     return Cluster(
-        RedisCluster(
+        _ClusterClient(
             startup_nodes=[ClusterNode(*host) for host in address.hosts],
             max_connections=16 * MAX_CONNECTIONS,
+            reinitialize_steps=0,  # else every fifth slot that moved closes all connections, with the commands on them
             ssl=address.tls,
             retry=Retry(NoBackoff(), 0),
             protocol=2,

@@ -58,7 +58,7 @@ class Cursor(NamedTuple):
         primaries: number of primaries when the walk began.
         primary: the one that is listed now.
         scan: cursor of its SCAN.
-        server: its run id; `b""` before its first page, or if it does not report it. The cursor means nothing to another server.
+        server: its run id; `b""` if it does not report it. The cursor means nothing to another server.
     """
 
     primaries: int
@@ -281,21 +281,10 @@ class RedisStore:
                 break
 
     async def page(self, cursor: bytes, limit: int) -> base.Page:
-        primaries = await self._client.call("page", lambda _: self._backend.primaries())
-        at = Cursor.read(cursor) if cursor else Cursor(len(primaries))
-        if at.primaries != len(primaries):
-            raise base.CursorError("the number of servers has changed")
-        run = primaries[at.primary]
-        server = await self._client.call("page", partial(run_id, run))
-        if at.server not in {b"", server}:
-            raise base.CursorError("another server has taken over")
-        following, found = await self._client.call("page", partial(scan, run, at.scan, self._keys.pattern, limit))
-        infos = await self.states([self._keys.name(key) for key in found])
-        if int(following):
-            after = at._replace(scan=int(following), server=server)
-        else:
-            after = at._replace(primary=at.primary + 1, scan=0, server=b"")
-        return base.Page([info for info in infos if info is not None], after.packed if after.primary < after.primaries else b"")
+        at = Cursor.read(cursor) if cursor else None
+        after, keys = await self._client.call("page", lambda _: _read_page(self._backend, self._keys.pattern, at, limit))
+        infos = await self.states([*map(self._keys.name, keys)])
+        return base.Page([info for info in infos if info is not None], after)
 
     async def states(self, sessions: Sequence[str]) -> list[base.SessionInfo | None]:
         found: list[base.SessionInfo | None] = []
@@ -534,3 +523,19 @@ class RedisStore:
         if answer[0] != call:
             raise WrongAnswerError("the server answered another call")
         return answer[1]
+
+
+async def _read_page(backend: Backend, pattern: bytes, at: Cursor | None, limit: int) -> tuple[bytes, list[bytes]]:
+    """Read the cursor after a page, and the keys on it. It is done as a whole: after a failure there may be another server."""
+    primaries = await backend.primaries()
+    at = at or Cursor(len(primaries))
+    if at.primaries != len(primaries):
+        raise base.CursorError("the number of servers has changed")
+    server = await run_id(primaries[at.primary])
+    if at.server not in {b"", server}:
+        raise base.CursorError("another server has taken over")
+    following, keys = await scan(primaries[at.primary], at.scan, pattern, limit)
+    if int(following):
+        return at._replace(scan=int(following), server=server).packed, keys
+    rest = primaries[at.primary + 1 :]
+    return Cursor(at.primaries, at.primary + 1, 0, await run_id(rest[0])).packed if rest else b"", keys
