@@ -18,6 +18,7 @@ from tokencache.store.base import Binding, SessionDeletedError
 from tokencache.store.clock import RECORDS, ClockWatch
 from tokencache.store.file import FileStore
 from tokencache.store.memory import MemoryStore
+from tokencache.store.redis import capacity
 
 TTL, DAY = 7 * 86400.0, 86400.0
 KINDS = ["memory", "file"]
@@ -190,6 +191,17 @@ async def test_a_clock_of_redis_that_is_set_is_reported(emptied_redis_store, mon
     assert reported.startswith("THE CLOCK WAS SET: the redis clock went forwards by 6912")
     assert "sessions in use may be gone" in reported
     assert RECORDS.now() == pytest.approx(time.time() + 691_201, abs=5), "all replicas record by the clock of Redis"
+
+
+@pytest.mark.redis
+async def test_the_clock_of_redis_is_not_followed_if_it_answers_late(emptied_redis_store, monkeypatch):
+    """It was read at any time since it was asked."""
+    await emptied_redis_store._capacity.close()
+    monkeypatch.setattr(RECORDS, "offset", RECORDS.offset - 2)
+    for each, behind in ((3, 2), (0, 0)):
+        monkeypatch.setattr(capacity, "monotonic", itertools.count(time.monotonic(), each).__next__)
+        await emptied_redis_store._capacity.check()
+        assert RECORDS.now() == pytest.approx(time.time() - behind, abs=1)
 
 
 async def test_records_have_the_time_of_the_file(tmp_path):

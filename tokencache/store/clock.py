@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 TOLERANCE = 10.0
 """Least difference, in seconds, between two clocks or between the steps of two clocks that counts."""
 
-_NOTICED = 1.0
-"""Difference from a store's clock, in seconds, from which on a clock follows it: answers of Redis are late by a part of that."""
+NOTICED = 1.0
+"""Difference from a store's clock, in seconds, from which on a clock follows it. A reading must be more exact than that."""
 
 NOT_USED = "The store does not use it: sessions expire as if it had not been set"
 """What follows if the system clock is set."""
@@ -40,7 +40,7 @@ class SteadyClock:
 
     def follow(self, reading: float, at: float) -> None:
         """Go on from another clock, which had this reading at a time of the monotonic clock, unless they agree."""
-        if abs(reading - at - self.offset) > _NOTICED:
+        if abs(reading - at - self.offset) > NOTICED:
             self.offset = reading - at
 
 

@@ -19,7 +19,7 @@ from redis import exceptions
 
 from tokencache.background import repeat
 from tokencache.store.base import StoreError, StoreUsage
-from tokencache.store.clock import RECORDS, TOLERANCE, ClockWatch, monotonic
+from tokencache.store.clock import NOTICED, RECORDS, TOLERANCE, ClockWatch, monotonic
 from tokencache.store.redis.answers import check
 from tokencache.store.redis.connections import Backend, Run
 from tokencache.store.redis.retries import RetryingClient
@@ -100,10 +100,11 @@ class CapacityWatch:
         """Compare the steps of a primary's clock with those of this process's. The clock of a server that takes over may be another one."""
         started = monotonic()
         seconds, micros = await self._client.call("capacity", partial(_ask, "TIME", run))
-        if monotonic() - started < TOLERANCE / 2:  # otherwise it is unknown when it was read
-            self._clocks.setdefault(number, ClockWatch("redis", _CLOCK_EFFECT)).check(seconds + micros / 1e6, started)
-            if number == 0:
-                RECORDS.follow(seconds + micros / 1e6, started)
+        reading, took = seconds + micros / 1e6, monotonic() - started  # it was read at any time between
+        if took < TOLERANCE / 2:
+            self._clocks.setdefault(number, ClockWatch("redis", _CLOCK_EFFECT)).check(reading, started)
+        if number == 0 and took < NOTICED / 2:
+            RECORDS.follow(reading, started)
 
     async def _info(self, run: Run) -> dict[str, Any]:
         reply = await self._client.call("capacity", lambda _: _info(run, "memory"))
