@@ -158,6 +158,7 @@ async def test_only_the_last_response_of_the_connection_is_known_without_being_s
 )
 async def test_an_error_is_a_message_and_the_connection_goes_on(rig, sent, status, words):
     async with connected(rig) as socket:
+        await socket.response(input=[START])
         await socket.socket.send_str(sent)
         (error,) = await socket.events()
         assert (error["type"], error["status"]) == ("error", status)
@@ -166,7 +167,8 @@ async def test_an_error_is_a_message_and_the_connection_goes_on(rig, sent, statu
         assert (await socket.ask(input=[START]))["status"] == 429
         await socket.socket.send_str('{"type": "response.processed", "response_id": "x"}')
         await socket.response(input=[START])
-    await rig.check()
+    exported = await rig.check()
+    assert [(one["kind"], one["status"]) for one in exported["incidents"]] == [("call-refused", status), ("engine-refused", 429)]
 
 
 async def test_requests_are_served_one_after_the_other(rig):

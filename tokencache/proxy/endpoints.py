@@ -22,6 +22,7 @@ from tokencache import metrics
 from tokencache.core import agents, ids
 from tokencache.core.chain import REQUEST_KEY, keyed_hash
 from tokencache.core.incidents import IncidentKind
+from tokencache.core.outcome import MAX_DETAIL
 from tokencache.core.rules import ToolNames
 from tokencache.core.session import Budget, History, SessionSettings
 from tokencache.dialects import gym_request
@@ -65,6 +66,7 @@ _REFUSALS: Mapping[type[Exception], IncidentKind] = MappingProxyType(
         EngineError: IncidentKind.UPSTREAM_DOWN,
         MemoryFullError: IncidentKind.REQUEST_NOT_READ,
         SlowBodyError: IncidentKind.CLIENT_GONE,
+        HarnessError: IncidentKind.CALL_REFUSED,
     }
 )
 _MOST_SETTINGS = 4
@@ -160,8 +162,6 @@ class Endpoints:
                     return await call.response.fail(HTTPStatus.SERVICE_UNAVAILABLE, message)
             except TokencacheError as why:
                 if call is None:
-                    if isinstance(why, MemoryFullError) and dialect is not None:
-                        await self.note_refusal(request, session, why)
                     raise
                 return await self._give_up(call, why)
             except Exception as why:
@@ -172,10 +172,13 @@ class Endpoints:
 
     async def note_refusal(self, request: web.Request, session: str, why: BaseException) -> None:
         """Add an incident for a call that was refused before it began. A token count is none."""
+        if not _makes_a_call(request):
+            return
         kind = next((kind for cause, kind in _REFUSALS.items() if isinstance(why, cause)), IncidentKind.INTERNAL_ERROR)
         at = why.began if isinstance(why, SlowBodyError) else 0.0
-        if _makes_a_call(request):
-            await self._ledger.note_refused_call(session, kind, str(why) if isinstance(why, TokencacheError) else type(why).__name__, at=at)
+        detail = str(why)[:MAX_DETAIL] if isinstance(why, TokencacheError) else type(why).__name__  # it may quote the request
+        status = why.status if isinstance(why, HarnessError) else 0
+        await self._ledger.note_refused_call(session, kind, detail, at=at, status=status)
 
     def _session_request(self, request: web.Request, session: str, origin: Origin, settings: SessionSettings, route: str) -> SessionRequest:
         """Return a request as it is served by the given settings.
@@ -229,7 +232,7 @@ class Endpoints:
             if isinstance(parsed, ParsedCall):
                 call = await self._read(asked, request, parsed, f"{asked.session}\0{dialect.name}")
                 self._pin(asked, call)
-        except (EngineError, StoreError, SlowBodyError, asyncio.CancelledError) as why:
+        except (EngineError, StoreError, asyncio.CancelledError) as why:
             gone = isinstance(why, asyncio.CancelledError)
             await (_note_left(self._ledger, self._options.retries, asked) if gone else self.note_refusal(asked.request, asked.session, why))
             raise

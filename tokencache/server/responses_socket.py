@@ -37,7 +37,7 @@ from multidict import CIMultiDict
 from tokencache.dialects.json_io import NULL, TRUE, fields_of, member
 from tokencache.dialects.reply_encoder import EVENT_STREAM
 from tokencache.dialects.sse import EventSplitter, data_of, event_of
-from tokencache.errors import HarnessError, MemoryFullError
+from tokencache.errors import BodyTooLargeError, HarnessError, MemoryFullError, TokencacheError
 from tokencache.proxy.dedup.fingerprint import IDEMPOTENCY_KEY, RETRY_COUNT
 from tokencache.proxy.request_body import check_values
 from tokencache.request_memory import REQUEST_MEMORY, Holding, Owner, holding_of
@@ -47,7 +47,7 @@ from tokencache.wakeup import end, to_the_end
 Raw = msgspec.Raw
 Serve = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Guard = Callable[[web.Request, Serve], Awaitable[web.StreamResponse]]
-Refused = Callable[[web.Request, str, MemoryFullError], Coroutine[Any, Any, None]]
+Refused = Callable[[web.Request, str, TokencacheError], Coroutine[Any, Any, None]]
 
 ROUTE = "/v1/responses"
 PING_SECONDS = 30.0
@@ -82,7 +82,7 @@ class ResponsesSockets:
     Args:
         serve: serves a request.
         guard: sends the errors of what it calls.
-        refused: is called with a request that does not fit into memory, and its session.
+        refused: is called with a request that is refused before it is served, and its session.
     """
 
     def __init__(self, serve: Serve, guard: Guard, refused: Refused) -> None:
@@ -173,12 +173,23 @@ class _Connection:
             self._keep(_LAST_EVENT.decode(frames.last).response, holding_of(request).owner)
 
     async def _serve_message(self, message: bytes, request: web.Request) -> web.StreamResponse:
-        """Serve a message as the body of a request.
+        """Serve a message as the body of a request. Raises the errors of `_read` and of the request."""
+        try:
+            answer = await self._read(message, request)
+        except TokencacheError as why:
+            await self._refused(request, self._session, why)
+            raise
+        return await self._serve(request) if answer is None else answer
+
+    async def _read(self, message: bytes, request: web.Request) -> web.Response | None:
+        """Read a message. Returns its answer; `None` if it is now the body of the request, which is to be served.
 
         Raises:
-            HarnessError: it is not a request for a response. The errors of the request are raised, too.
+            HarnessError: it is not a request for a response, or is too large.
+            MemoryFullError: requests hold as much memory as they may.
         """
-        await self._hold(request, len(message))
+        holding = holding_of(request)
+        holding.take("body", len(message))
         await check_values(message)
         fields = fields_of(message)
         kind = member(fields, "type", (str,), "")
@@ -198,18 +209,11 @@ class _Connection:
         fields["stream"] = TRUE
         body = msgspec.json.encode({name: value for name, value in fields.items() if name not in {"type", "generate"}})
         if len(body) > request.client_max_size:
-            raise web.HTTPRequestEntityTooLarge(request.client_max_size)
-        await self._hold(request, len(body))
+            raise BodyTooLargeError(request.client_max_size)
+        holding.take("body", len(body))
         await check_values(body)
-        holding_of(request).body = body
-        return await self._serve(request)
-
-    async def _hold(self, request: web.Request, size: int) -> None:
-        try:
-            holding_of(request).take("body", size)
-        except MemoryFullError as why:
-            await self._refused(request, self._session, why)
-            raise
+        holding.body = body
+        return None
 
     def _keep(self, response: _Response, owner: Owner) -> None:
         """Keep the items that the next request may continue."""
