@@ -129,8 +129,10 @@ async def test_a_body_that_stopped_before_the_last_call_began_is_no_failure(monk
         assert await outcome(rig) == ("ok", True, ["client-gone"])
 
 
-@pytest.mark.parametrize("path", ["/v1/responses/input_tokens", "/v1/messages/count_tokens", "/v1beta/models/sim:countTokens"])
-async def test_a_refused_token_count_is_no_failure(path):
+@pytest.mark.parametrize(
+    "path", ["/v1/responses/input_tokens", "/v1/messages/count_tokens", "/v1beta/models/sim:countTokens", "/v1/responses/r/cancel"]
+)
+async def test_what_is_refused_and_samples_nothing_is_no_failure(path):
     async with proxied() as rig:
         await ask(rig)
         with full_memory(rig):

@@ -58,8 +58,8 @@ from tokencache.store.base import SessionFinishedError, SessionSealedError, Sett
 
 log = logging.getLogger(__name__)
 
-_COUNTS = ("/count_tokens", "/input_tokens", ":countTokens")
-"""Ends of the paths that count tokens, in all dialects."""
+_NO_CALLS = ("/count_tokens", "/input_tokens", ":countTokens", "/cancel")
+"""Ends of the paths that count tokens, or cancel a response, in all dialects."""
 _REFUSALS: Mapping[type[Exception], IncidentKind] = MappingProxyType(
     {
         StoreError: IncidentKind.STORE_ERROR,
@@ -171,7 +171,7 @@ class Endpoints:
         raise HarnessError(f"the settings of session {session} change all the time", status=HTTPStatus.CONFLICT, kind="settings_conflict")
 
     async def note_refusal(self, request: web.Request, session: str, why: BaseException) -> None:
-        """Add an incident for a call that was refused before it began. A token count is none."""
+        """Add an incident for a call that was refused before it began. A token count or a cancellation is none."""
         if not _makes_a_call(request):
             return
         kind = next((kind for cause, kind in _REFUSALS.items() if isinstance(why, cause)), IncidentKind.INTERNAL_ERROR)
@@ -411,7 +411,7 @@ class Endpoints:
 
 
 def _makes_a_call(request: web.Request) -> bool:
-    return request.method == "POST" and not request.path.endswith(_COUNTS)
+    return request.method == "POST" and not request.path.endswith(_NO_CALLS)
 
 
 async def _note_left(ledger: Ledger, retries: Policy, asked: SessionRequest) -> None:
