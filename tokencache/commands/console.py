@@ -46,8 +46,8 @@ def output() -> Console:
 
 
 def print_line(console: Console, words: str, style: str = "") -> None:
-    """Print a line as it is: without markup, and never wrapped."""
-    console.print(words, style=style, highlight=False, markup=False, soft_wrap=True)
+    """Print a line as it is: without markup, and never wrapped. It cannot control the terminal."""
+    console.print(printable(words, keep="\n"), style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 def print_json(value: Any, *, indent: int = 2) -> None:

@@ -22,7 +22,6 @@ from tokencache.commands.console import (
     plural,
     print_json,
     print_line,
-    printable,
 )
 from tokencache.commands.sink import FileError
 from tokencache.trajectories.verify import NOT_CHECKED, CheckFailure, holes
@@ -153,7 +152,7 @@ def _print_report(console: Console, checked: Sequence[Checked], *, most: int | N
     """Print the results, with at most `most` failed checks for each target."""
 
     def line(words: str, style: str = "") -> None:
-        print_line(console, printable(words, keep="\n"), style)
+        print_line(console, words, style)
 
     for one in checked:
         line(*_result(one))
