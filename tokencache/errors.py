@@ -107,6 +107,14 @@ class SlowBodyError(HarnessError):
         self.began = began
 
 
+class BodyTooLargeError(HarnessError):
+    """The body of the request, or what it decompresses to, has more than `most` bytes (`--max-body`)."""
+
+    def __init__(self, most: int) -> None:
+        message = f"the request body is too large: at most {most:,} bytes are accepted (--max-body)"
+        super().__init__(message, status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+
+
 class EngineError(TokencacheError):
     """The engine could not be reached, or closed the connection.
 

@@ -150,6 +150,19 @@ async def test_show_as_json_has_no_tokens(shell):
     assert "served" not in shown["sequences"][0]["turns"][0]
 
 
+async def test_json_cannot_control_the_terminal(shell):
+    """JSON escapes only the control characters of ASCII; a terminal obeys others, too, and reorders what it shows."""
+    words = "\x1b[31m \x9b31m \u202eabc \u2066 \u200b"
+    async with shell.rig.http.post(f"{shell.rig.url}/tokencache/v1/sessions", json={"session": "s", "metadata": {words: words}}) as answer:
+        assert answer.status == 201
+    await shell("finish", "s", "--failed", "odd", "--detail", words)
+    for command in ("sessions",), ("show", "s"):
+        printed = (await shell(*command, "--json")).stdout
+        assert printed.replace("\n", "").isprintable()
+        [found] = msgspec.json.decode(printed) if command == ("sessions",) else [msgspec.json.decode(printed)]
+        assert found["outcome_detail"] == words
+
+
 async def test_show_and_drift_agree_on_the_drift_of_a_session(shell):
     await record(shell.rig, "demo")
     whole = msgspec.json.decode((await shell("drift", "demo", "--json")).stdout)["total"]
@@ -267,6 +280,9 @@ async def test_convert_says_what_is_missing(shell, tmp_path):
     changed.write_bytes((tmp_path / "a.jsonl").read_bytes().replace(b'"sim"', b'"sin"', 1))
     refused = await shell("convert", str(changed), "--format", "trl", "--to", str(tmp_path / "c.jsonl"), far=False, code=1)
     assert "(session a) was changed after it was exported" in refused.stderr
+    changed.write_bytes((tmp_path / "a.jsonl").read_bytes().replace(b'"a"', b'"\\u001b]0;owned\\u0007"', 1))
+    refused = await shell("convert", str(changed), "--format", "trl", "--to", str(tmp_path / "c.jsonl"), far=False, code=1)
+    assert "(session  ]0;owned ) was changed" in refused.stderr
     again = await shell("convert", str(target), "--format", "trl", "--to", str(tmp_path / "c.jsonl"), far=False, code=1)
     assert "not a native rollout" in again.stderr
 

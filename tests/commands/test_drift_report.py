@@ -84,6 +84,19 @@ def test_the_tables_can_be_read_without_colour(exports):
     assert "Export with" not in output
 
 
+def test_names_in_a_file_neither_control_the_terminal_nor_are_markup(exports, tmp_path):
+    text = json.dumps(json.loads((exports / "default.jsonl").read_text()))
+    (tmp_path / "nasty.json").write_text(
+        text.replace('"sim"', '"m\\u001b[31m[red]\\u202ex"').replace('"reasoning-dropped"', '"\\u001b[red]"')
+    )
+    code, output = run(tmp_path / "nasty.json")
+    assert code == 0
+    assert "m [31m[red] x" in output
+    assert " [red]" in output.partition("Causes")[2].replace("m [31m[red]", "")
+    assert output.replace("\n", "").isprintable()
+    assert run(tmp_path / "nasty.json", "--json")[1].replace("\n", "").isprintable()
+
+
 def test_partial_measurements_are_reported_as_such(exports):
     code, output = run(exports / "default.jsonl")
     assert code == 0

@@ -1,4 +1,7 @@
-"""A call that is refused before it begins: if its harness gives up, the rollout has failed; a retry that is answered makes up for it."""
+"""A call that is refused before it begins leaves an incident.
+
+If the refusal is no fault of its request and the harness gives up, the rollout has failed; a retry that is answered makes up for it.
+"""
 
 import asyncio
 import contextlib
@@ -6,10 +9,12 @@ import re
 import time
 
 import aiohttp
+import msgspec
 import pytest
 
-from tests.proxy.kit import HEADER, proxied, user
+from tests.proxy.kit import CHAT, HEADER, proxied, user
 from tests.support.waiting import PATIENCE, until
+from tokencache.core.outcome import MAX_DETAIL
 from tokencache.proxy import request_body
 from tokencache.request_memory import Owner
 from tokencache.store.base import StoreError
@@ -124,8 +129,10 @@ async def test_a_body_that_stopped_before_the_last_call_began_is_no_failure(monk
         assert await outcome(rig) == ("ok", True, ["client-gone"])
 
 
-@pytest.mark.parametrize("path", ["/v1/responses/input_tokens", "/v1/messages/count_tokens", "/v1beta/models/sim:countTokens"])
-async def test_a_refused_token_count_is_no_failure(path):
+@pytest.mark.parametrize(
+    "path", ["/v1/responses/input_tokens", "/v1/messages/count_tokens", "/v1beta/models/sim:countTokens", "/v1/responses/r/cancel"]
+)
+async def test_what_is_refused_and_samples_nothing_is_no_failure(path):
     async with proxied() as rig:
         await ask(rig)
         with full_memory(rig):
@@ -213,3 +220,56 @@ async def test_a_client_that_leaves_before_its_call_begins_has_given_up(monkeypa
         assert await outcome(rig) == ("ok", True, ["client-gone"])
         await leave_while_read(rig, monkeypatch, **more)  # the network may deliver a call after its retry
         assert await outcome(rig) == ("ok", True, ["client-gone"])
+
+
+PDF = {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}
+OF_THE_REQUEST = {
+    "not JSON": (CHAT, b"{", 400),
+    "no message": (CHAT, b'{"model": "sim", "messages": [1]}', 400),
+    "a long word": ("/v1/responses", msgspec.json.encode({"model": "sim", "input": [{"type": "x" * 50_000}]}), 400),
+    "a file": ("/v1/responses", b'{"model": "sim", "input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]}', 400),
+    "a document": (
+        "/v1/messages",
+        msgspec.json.encode(
+            {"model": "sim", "max_tokens": 9, "messages": [{"role": "user", "content": [{"type": "document", "source": PDF}]}]}
+        ),
+        400,
+    ),
+    "a file's address": (
+        "/v1beta/models/sim:generateContent",
+        b'{"contents": [{"role": "user", "parts": [{"fileData": {"fileUri": "https://h/f"}}]}]}',
+        400,
+    ),
+    "too long": (CHAT, b'{"model": "%s", "messages": []}' % bytes(100_000).replace(b"\0", b"m"), 413),
+    "too many values": (CHAT, b'{"messages": [%s1]}' % (b"1," * 100), 413),
+    "no such coding": (CHAT, b"{}", 415),
+}
+
+
+@pytest.mark.parametrize("more", [{}, {"session_from": ["body:session"]}])
+@pytest.mark.parametrize("case", OF_THE_REQUEST)
+async def test_a_call_that_is_refused_for_what_it_says_is_noted_and_no_failure(monkeypatch, case, more):
+    """As one that the engine refuses: whoever reads the session sees that its harness did not get what it wanted."""
+    monkeypatch.setattr(request_body, "MOST_VALUES", 50)
+    monkeypatch.setattr(request_body, "_SMALL", 50)
+    path, body, status = OF_THE_REQUEST[case]
+    headers = {HEADER: "s", "Content-Type": "application/json"} | ({"Content-Encoding": "br"} if status == 415 else {})
+    async with proxied(max_body=65_536, **more) as rig:
+        await ask(rig)
+        for _ in range(3):
+            async with rig.http.post(f"{rig.url}{path}", data=body, headers=headers) as answer:
+                assert answer.status == status, await answer.text()
+        assert await outcome(rig) == ("ok", True, ["call-refused"])
+        [incident] = (await rig.info())["incidents"]
+        assert (incident["status"], incident["hole"]) == (status, False)
+        assert 0 < len(incident["detail"]) <= MAX_DETAIL
+        await rig.say("s", [user("EPISODE:talk")])
+        assert await outcome(rig) == ("ok", True, ["call-refused"])
+
+
+async def test_a_call_that_is_refused_when_its_prompt_is_known_is_noted():
+    async with proxied() as rig:
+        status, said = await rig.post(messages=[user("EPISODE:talk")], required_prefix_token_ids=[1])
+        assert status == 400, said
+        [incident] = (await rig.info())["incidents"]
+        assert (incident["kind"], incident["status"], bool(incident["call"])) == ("call-refused", 400, True)

@@ -153,7 +153,7 @@ async def test_what_arrived_of_a_reply_is_kept_if_no_engine_of_its_model_is_left
         monkeypatch.setattr(Dispatch, "next_piece", removed)
         assert (await rig.post("s", messages=ASK, model="third"))[0] == 404
         assert [(turn["model"], turn["completion_tokens"]) for turn in await rig.turns()] == [("third", 5)]
-        assert [incident["kind"] for incident in (await rig.exported())["incidents"]] == ["engine-aborted"]
+        assert [incident["kind"] for incident in (await rig.exported())["incidents"]] == ["engine-aborted", "call-refused"]
 
 
 class Wandering(Harness):

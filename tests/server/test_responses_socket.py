@@ -128,6 +128,26 @@ async def test_a_warm_up_samples_nothing_and_is_continued(rig):
     await rig.check()
 
 
+async def test_the_messages_of_a_lane_name_it_and_each_lane_continues_its_own_response(rig):
+    """OpenAI's beta: events repeat the `stream_id` of their request. A lane may fork from a response of another one."""
+    async with connected(rig) as socket:
+        last, tasks = {}, {"a": START, 'b "': {"role": "user", "content": "EPISODE:talk"}}
+        for _ in range(2):
+            for lane, item in tasks.items():
+                more = {"previous_response_id": last[lane]["id"]} if lane in last else {}
+                await socket.send(input=results(last[lane]) if lane in last else [item], stream_id=lane, **more)
+                events = await socket.events()
+                assert {event["stream_id"] for event in events} == {lane}
+                last[lane] = events[-1]["response"]
+        await socket.send(input=results(last["a"]), previous_response_id=last["a"]["id"], stream_id="c")
+        assert [(event["type"], event["stream_id"]) for event in await socket.events()][-1] == ("response.completed", "c")
+        refused = await socket.ask(input=7, stream_id="a")
+        assert (refused["type"], refused["status"], refused["stream_id"]) == ("error", 400, "a")
+        assert "stream_id" not in await socket.ask(input=[START])
+    assert await matches(rig) == ["root", "root", "continue", "continue", "continue", "root"]
+    await rig.check()
+
+
 async def test_only_the_last_response_of_the_connection_is_known_without_being_stored(rig):
     async with connected(rig) as socket:
         first = await socket.response(input=[START])
@@ -158,6 +178,7 @@ async def test_only_the_last_response_of_the_connection_is_known_without_being_s
 )
 async def test_an_error_is_a_message_and_the_connection_goes_on(rig, sent, status, words):
     async with connected(rig) as socket:
+        await socket.response(input=[START])
         await socket.socket.send_str(sent)
         (error,) = await socket.events()
         assert (error["type"], error["status"]) == ("error", status)
@@ -166,7 +187,8 @@ async def test_an_error_is_a_message_and_the_connection_goes_on(rig, sent, statu
         assert (await socket.ask(input=[START]))["status"] == 429
         await socket.socket.send_str('{"type": "response.processed", "response_id": "x"}')
         await socket.response(input=[START])
-    await rig.check()
+    exported = await rig.check()
+    assert [(one["kind"], one["status"]) for one in exported["incidents"]] == [("call-refused", status), ("engine-refused", 429)]
 
 
 async def test_requests_are_served_one_after_the_other(rig):

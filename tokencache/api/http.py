@@ -40,7 +40,7 @@ async def read_body(request: web.Request, kind: type[T], *, invalid: int = HTTPS
 
     Raises:
         HarnessError: `invalid`, or 422 if it has members that `kind` does not have.
-        HTTPRequestEntityTooLarge, MemoryFullError: see `whole_body_of`.
+        BodyTooLargeError, MemoryFullError: see `whole_body_of`.
     """
     body = await whole_body_of(request)
     try:

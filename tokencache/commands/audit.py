@@ -22,7 +22,6 @@ from tokencache.commands.console import (
     plural,
     print_json,
     print_line,
-    printable,
 )
 from tokencache.commands.rollouts import (
     AtOnceOption,
@@ -158,7 +157,7 @@ def _finding(result: AuditedSpan, cause: Cause) -> dict[str, Any]:
 
 def _print_report(console: Console, run: AuditRun, weights: str, causes: dict[int, Cause]) -> None:
     def line(words: str, style: str = "") -> None:
-        print_line(console, printable(words), style)
+        print_line(console, words, style)
 
     line(f"noise of the engine itself: mean {run.floor.mean:.3g}, max {run.floor.max:.3g}")
     counts = f"{plural(run.rollouts, 'rollout')}, {plural(len(run.results), 'span')}, {len(run.differences):,} tokens"

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any
@@ -34,6 +35,8 @@ BlockSizeOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 _MEGABYTE = 1_000_000
+_CONTROL = re.compile(r"[\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
+"""Characters that JSON may contain, and that control a terminal or change the order of what it shows."""
 
 
 def output() -> Console:
@@ -43,18 +46,19 @@ def output() -> Console:
 
 
 def print_line(console: Console, words: str, style: str = "") -> None:
-    """Print a line as it is: without markup, and never wrapped."""
-    console.print(words, style=style, highlight=False, markup=False, soft_wrap=True)
+    """Print a line as it is: without markup, and never wrapped. It cannot control the terminal."""
+    console.print(printable(words, keep="\n"), style=style, highlight=False, markup=False, soft_wrap=True)
 
 
-def print_json(value: Any) -> None:
-    """Print a value (structs included) as indented JSON."""
-    typer.echo(msgspec.json.format(msgspec.json.encode(value)))
+def print_json(value: Any, *, indent: int = 2) -> None:
+    """Print a value (structs included) as JSON, without blanks if `indent` is negative. What could control the terminal is escaped."""
+    written = msgspec.json.format(msgspec.json.encode(value), indent=indent)
+    typer.echo(_CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", written.decode()))
 
 
 def failed(error: Exception | str, command: str = "tokencache") -> typer.Exit:
     """Print an error and return the exit with code 1 for the caller to raise."""
-    typer.secho(f"{command}: {said(error)}", fg="red", err=True)
+    typer.secho(printable(f"{command}: {said(error)}", keep="\n"), fg="red", err=True)
     return typer.Exit(1)
 
 
@@ -88,7 +92,7 @@ def warned() -> Iterator[None]:
         warnings.simplefilter("always")
         yield
     for one in found:
-        typer.secho(f"tokencache: {one.message}", fg="yellow", err=True)
+        typer.secho(printable(f"tokencache: {one.message}", keep="\n"), fg="yellow", err=True)
 
 
 def plural(n: int, noun: str) -> str:

@@ -1,6 +1,5 @@
 """`tokencache drift`: reports the drift of many sessions, from files or from a proxy."""
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -9,10 +8,11 @@ import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from tokencache.client import Client, ClientError, Trajectory
 from tokencache.commands.completion import complete_session
-from tokencache.commands.console import PROXY_URL, AdminKeyOption, ProxyOption, connecting, failed
+from tokencache.commands.console import PROXY_URL, AdminKeyOption, ProxyOption, connecting, failed, print_json, printable
 from tokencache.commands.files import EXPORTS, is_file, read
 from tokencache.commands.sink import FileError
 from tokencache.errors import extra_missing
@@ -56,7 +56,7 @@ def report_drift(  # noqa: PLR0917 - one parameter per option
         with connecting(proxy, admin_key) as connect:
             rows = _measured(targets, _read(targets, connect))
         if as_json:
-            sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode({"rates": rows, "total": total(rows)})) + b"\n")
+            print_json({"rates": rows, "total": total(rows)})
         else:
             print_rates(Console(), rows)
         if plot is not None:
@@ -119,20 +119,26 @@ def print_rates(console: Console, rows: Sequence[DriftRates]) -> None:
     shown = [*rows, whole] if len(rows) > 1 else list(rows)
     drift = _table("Drift", "harness, model", "sessions", "turns", "drifted", "", "tokens", "")
     for row in shown:
-        drift.add_row(row.name, f"{row.sessions:,}", f"{row.measured:,}", f"{row.drifted:,}", share(row.drifted, row.measured),
+        drift.add_row(_label(row.name), f"{row.sessions:,}", f"{row.measured:,}", f"{row.drifted:,}", share(row.drifted, row.measured),
                       f"{row.drifted_tokens:,}", share(row.drifted_tokens, row.prompt_tokens))  # fmt: skip
     console.print(drift)
     causes = _table("Causes", "harness, model", "cause", "turns", "", "sites", "tokens")
     for row in shown:
         for place, (name, cause) in enumerate(row.causes.items()):
-            label = "" if place else row.name
-            causes.add_row(label, name, f"{cause.turns:,}", share(cause.turns, row.measured), f"{cause.sites:,}", f"{cause.tokens:,}")
+            causes.add_row(
+                _label("" if place else row.name),
+                _label(name),
+                f"{cause.turns:,}",
+                share(cause.turns, row.measured),
+                f"{cause.sites:,}",
+                f"{cause.tokens:,}",
+            )
     if causes.row_count:
         console.print(causes)
     cost = _table("Cost of a text-only path", "harness, model", "sequences", "with text alone", "trainable", "lost", "")
     for row in shown:
         if row.whole_sequences:
-            cost.add_row(row.name, f"{row.whole_sequences:,}", f"{row.text_only_sequences:,}", f"{row.trainable_tokens:,}",
+            cost.add_row(_label(row.name), f"{row.whole_sequences:,}", f"{row.text_only_sequences:,}", f"{row.trainable_tokens:,}",
                          f"{row.trainable_tokens_lost:,}", share(row.trainable_tokens_lost, row.trainable_tokens))  # fmt: skip
     if cost.row_count:
         console.print(cost)
@@ -142,6 +148,11 @@ def print_rates(console: Console, rows: Sequence[DriftRates]) -> None:
             "Export with `--drift turns` to measure all.",
             style="yellow",
         )
+
+
+def _label(name: str) -> Text:
+    """Return a name of a file or a harness as it is, without markup."""
+    return Text(printable(name))
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -5,12 +5,11 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Annotated
 
-import msgspec
 import typer
 
 from tokencache.client import SessionState
 from tokencache.commands.completion import complete_group, complete_harness, complete_session
-from tokencache.commands.console import PROXY_URL, AdminKeyOption, PatternOption, ProxyOption, calling, plural
+from tokencache.commands.console import PROXY_URL, AdminKeyOption, PatternOption, ProxyOption, calling, plural, print_json
 from tokencache.core.outcome import OutcomeKind
 
 
@@ -52,7 +51,7 @@ def list_sessions(  # noqa: PLR0917 - one parameter per option
     states.sort(key=lambda one: (-one.created, one.session))
     shown = states[:limit] if limit else states
     if as_json:
-        typer.echo(msgspec.json.encode(shown))
+        print_json(shown, indent=-1)
     else:
         for line in _table(shown, len(states)):
             typer.echo(line)

@@ -12,7 +12,17 @@ from tokencache.batching.forest_check import verify_forest
 from tokencache.client import Client, ClientError
 from tokencache.commands import files
 from tokencache.commands.completion import complete_session
-from tokencache.commands.console import PROXY_URL, AdminKeyOption, ProxyOption, connecting, failed, output, plural, print_line, printable
+from tokencache.commands.console import (
+    PROXY_URL,
+    AdminKeyOption,
+    ProxyOption,
+    connecting,
+    failed,
+    output,
+    plural,
+    print_json,
+    print_line,
+)
 from tokencache.commands.sink import FileError
 from tokencache.trajectories.verify import NOT_CHECKED, CheckFailure, holes
 from tokencache.trajectories.verify_rows import verify_row
@@ -76,7 +86,7 @@ def verify_exports(
     except (ClientError, FileError) as error:
         raise failed(error) from None
     if as_json:
-        typer.echo(msgspec.json.encode(checked))
+        print_json(checked, indent=-1)
     else:
         _print_report(output(), checked, most=None if every else _SHOWN)
     if any(one.breaks for one in checked):
@@ -142,7 +152,7 @@ def _print_report(console: Console, checked: Sequence[Checked], *, most: int | N
     """Print the results, with at most `most` failed checks for each target."""
 
     def line(words: str, style: str = "") -> None:
-        print_line(console, printable(words, keep="\n"), style)
+        print_line(console, words, style)
 
     for one in checked:
         line(*_result(one))

@@ -21,7 +21,8 @@ class Incident(msgspec.Struct, frozen=True, omit_defaults=True):
         hole: whether the record lacks something that the model generated, or may have generated.
         call, turn: the ids of the call and the turn; `""` if it concerns none.
         at: Unix time in seconds.
-        status: the HTTP status with which the engine answered; 0 if it gave none, or if an older version recorded the incident.
+        status: the HTTP status with which the engine answered, or with which the proxy refused the call; 0 if there is none, or if an
+            older version recorded the incident.
         since: of `retry-joined`, when the repeated call arrived, as Unix time in seconds; 0 if an older version recorded the incident.
     """
 
@@ -216,6 +217,15 @@ class IncidentKind(StrEnum):
         ),
         "Read the detail; usually the prompt is too long ([NeMo Gym](topologies/nemo-gym.md)).",
     )
+    CALL_REFUSED = (
+        "call-refused",
+        "",
+        (
+            "the proxy refused a call of a session that exists, for what the call says (4xx); nothing was sampled. Until the next turn, "
+            "further such calls are the same incident"
+        ),
+        "Read the detail: it names what is wrong, or not supported ([dialects](dialects.md)).",
+    )
     UPSTREAM_DOWN = (
         "upstream-down",
         "",
@@ -297,7 +307,13 @@ class IncidentKind(StrEnum):
 
 
 _WITHOUT_REPLY = frozenset(
-    {*(kind for kind in IncidentKind if kind.hole), IncidentKind.ENGINE_REFUSED, IncidentKind.UPSTREAM_DOWN, IncidentKind.CLIENT_GONE}
+    {
+        *(kind for kind in IncidentKind if kind.hole),
+        IncidentKind.ENGINE_REFUSED,
+        IncidentKind.CALL_REFUSED,
+        IncidentKind.UPSTREAM_DOWN,
+        IncidentKind.CLIENT_GONE,
+    }
 )
 
 

@@ -159,7 +159,7 @@ class CallAttempt:
                     await self.close([] if late else [self._call.left("the client left before an engine took the call")])
             case HarnessError():
                 self.report(why.kind, status=why.status)
-                await self.close()
+                await self.close([self._call.incident(IncidentKind.CALL_REFUSED, str(why), status=why.status)])
             case EngineError():
                 sampled = may_have_sampled(self.engine.state)
                 await self._settle(IncidentKind.UPSTREAM_BROKE if sampled else IncidentKind.UPSTREAM_DOWN, str(why))

@@ -13,7 +13,7 @@ from http import HTTPStatus
 import zstandard
 from aiohttp import web
 
-from tokencache.errors import HarnessError
+from tokencache.errors import BodyTooLargeError, HarnessError
 
 _PIECE = 2**20
 """Bytes that are decompressed before other calls may run."""
@@ -107,7 +107,7 @@ async def decompressed(body: bytes, coding: str, most: int, *, take: Callable[[i
 
     Raises:
         HarnessError: the body is damaged.
-        HTTPRequestEntityTooLarge: the result is longer than `most`.
+        BodyTooLargeError: the result is longer than `most`.
         MemoryFullError: requests hold as much memory as they may (`take`).
     """
     pieces, size, done = [], 0, 0
@@ -115,7 +115,7 @@ async def decompressed(body: bytes, coding: str, most: int, *, take: Callable[[i
         for piece in _CODINGS[coding](body, most):
             size += len(piece)
             if size > most:
-                raise web.HTTPRequestEntityTooLarge(most)
+                raise BodyTooLargeError(most)
             take(len(piece))
             pieces.append(piece)
             done += len(piece) + _ZSTD_SLICE

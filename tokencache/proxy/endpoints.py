@@ -22,6 +22,7 @@ from tokencache import metrics
 from tokencache.core import agents, ids
 from tokencache.core.chain import REQUEST_KEY, keyed_hash
 from tokencache.core.incidents import IncidentKind
+from tokencache.core.outcome import MAX_DETAIL
 from tokencache.core.rules import ToolNames
 from tokencache.core.session import Budget, History, SessionSettings
 from tokencache.dialects import gym_request
@@ -58,14 +59,15 @@ from tokencache.store.clock import RECORDS
 
 log = logging.getLogger(__name__)
 
-_COUNTS = ("/count_tokens", "/input_tokens", ":countTokens")
-"""Ends of the paths that count tokens, in all dialects."""
+_NO_CALLS = ("/count_tokens", "/input_tokens", ":countTokens", "/cancel")
+"""Ends of the paths that count tokens, or cancel a response, in all dialects."""
 _REFUSALS: Mapping[type[Exception], IncidentKind] = MappingProxyType(
     {
         StoreError: IncidentKind.STORE_ERROR,
         EngineError: IncidentKind.UPSTREAM_DOWN,
         MemoryFullError: IncidentKind.REQUEST_NOT_READ,
         SlowBodyError: IncidentKind.CLIENT_GONE,
+        HarnessError: IncidentKind.CALL_REFUSED,
     }
 )
 _MOST_SETTINGS = 4
@@ -161,8 +163,6 @@ class Endpoints:
                     return await call.response.fail(HTTPStatus.SERVICE_UNAVAILABLE, message)
             except TokencacheError as why:
                 if call is None:
-                    if isinstance(why, MemoryFullError) and dialect is not None:
-                        await self.note_refusal(request, session, why)
                     raise
                 return await self._give_up(call, why)
             except Exception as why:
@@ -172,11 +172,14 @@ class Endpoints:
         raise HarnessError(f"the settings of session {session} change all the time", status=HTTPStatus.CONFLICT, kind="settings_conflict")
 
     async def note_refusal(self, request: web.Request, session: str, why: BaseException) -> None:
-        """Add an incident for a call that was refused before it began. A token count is none."""
+        """Add an incident for a call that was refused before it began. A token count or a cancellation is none."""
+        if not _makes_a_call(request):
+            return
         kind = next((kind for cause, kind in _REFUSALS.items() if isinstance(why, cause)), IncidentKind.INTERNAL_ERROR)
         at = why.began if isinstance(why, SlowBodyError) else 0.0
-        if _makes_a_call(request):
-            await self._ledger.note_refused_call(session, kind, str(why) if isinstance(why, TokencacheError) else type(why).__name__, at=at)
+        detail = str(why)[:MAX_DETAIL] if isinstance(why, TokencacheError) else type(why).__name__  # it may quote the request
+        status = why.status if isinstance(why, HarnessError) else 0
+        await self._ledger.note_refused_call(session, kind, detail, at=at, status=status)
 
     def _session_request(self, request: web.Request, session: str, origin: Origin, settings: SessionSettings, route: str) -> SessionRequest:
         """Return a request as it is served by the given settings.
@@ -231,7 +234,7 @@ class Endpoints:
             if isinstance(parsed, ParsedCall):
                 call = await self._read(asked, request, parsed, f"{asked.session}\0{dialect.name}")
                 self._pin(asked, call)
-        except (EngineError, StoreError, SlowBodyError, asyncio.CancelledError) as why:
+        except (EngineError, StoreError, asyncio.CancelledError) as why:
             gone = isinstance(why, asyncio.CancelledError)
             await (_note_left(self._ledger, self._options.retries, asked) if gone else self.note_refusal(asked.request, asked.session, why))
             raise
@@ -410,7 +413,7 @@ class Endpoints:
 
 
 def _makes_a_call(request: web.Request) -> bool:
-    return request.method == "POST" and not request.path.endswith(_COUNTS)
+    return request.method == "POST" and not request.path.endswith(_NO_CALLS)
 
 
 async def _note_left(ledger: Ledger, retries: Policy, asked: SessionRequest) -> None:

@@ -446,9 +446,9 @@ class Ledger:
             with contextlib.suppress(StoreError):  # the call is refused in any case
                 await self.add_incidents(session, [IncidentKind.LATE_CALL.incident(f"{detail}: late call no. {number}", at=RECORDS.now())])
 
-    async def note_refused_call(self, session: str, kind: IncidentKind, detail: str, *, at: float = 0.0) -> None:
+    async def note_refused_call(self, session: str, kind: IncidentKind, detail: str, *, at: float = 0.0, status: int = 0) -> None:
         """Add an incident for a call that ended before it began, so that nothing was sampled; none if it would tell nothing new."""
-        incident = kind.incident(detail, at=at or RECORDS.now(), hole=False)
+        incident = kind.incident(detail, at=at or RECORDS.now(), hole=False, status=status)
         try:
             if _is_new(incident, await self.store.session(session)):
                 _count([incident])
@@ -565,10 +565,12 @@ def _is_new(refused: Incident, info: SessionInfo | None) -> bool:
     """Whether the incident of a refused call tells something new of its session; `info` is its state, `None` if it does not exist yet.
 
     It does not if the session accepts no calls, or if its last incident is of such a call, too, and no turn began since: a client may
-    repeat a refused call endlessly.
+    repeat a refused call endlessly. What is refused for what it says makes no session: anybody can send it under any name.
     """
-    if info is None or info.state is not SessionStage.OPEN:
-        return info is None
+    if info is None:
+        return refused.kind != IncidentKind.CALL_REFUSED
+    if info.state is not SessionStage.OPEN:
+        return False
     last, began = info.incidents[-1] if info.incidents else None, info.latest.created if info.latest is not None else 0.0
     return last is None or (last.kind, last.call, last.hole) != (refused.kind, "", False) or last.at < began
 

@@ -24,7 +24,7 @@ from http import HTTPStatus
 from aiohttp import HttpVersion11, web
 from aiohttp.client_exceptions import ClientPayloadError
 
-from tokencache.errors import HarnessError, MemoryFullError, SlowBodyError
+from tokencache.errors import BodyTooLargeError, HarnessError, MemoryFullError, SlowBodyError
 from tokencache.pauses import LARGE, pause
 from tokencache.proxy.compressed_body import coding_of, decompressed
 from tokencache.proxy.fetched_media import FetchedMedia
@@ -70,7 +70,7 @@ class RequestBodies:
 
         Raises:
             SettingsChangedError: the session has other settings; nothing was read.
-            HarnessError, HTTPRequestEntityTooLarge, MemoryFullError: see `body_of`.
+            HarnessError, BodyTooLargeError, MemoryFullError: see `body_of`.
         """
         request = asked.request
         if not asked.settings.tenant and not request.content.is_eof() and (request.content_length or _LARGE) >= _LARGE:
@@ -110,7 +110,7 @@ async def body_of(request: web.Request, holding: Holding) -> bytes:
 
     Raises:
         HarnessError: the body is refused.
-        HTTPRequestEntityTooLarge: the body is longer than `--max-body`.
+        BodyTooLargeError: the body is longer than `--max-body`.
         MemoryFullError: requests hold as much memory as they may.
     """
     if holding.body is not None:
@@ -145,7 +145,7 @@ async def whole_body_of(request: web.Request) -> bytes:
 
     Raises:
         HarnessError: the body arrives too slowly, or breaks off.
-        HTTPRequestEntityTooLarge: the body is longer than `--max-body`.
+        BodyTooLargeError: the body is longer than `--max-body`.
         MemoryFullError: requests hold as much memory as they may.
     """
     holding = holding_of(request)
@@ -177,7 +177,7 @@ async def _whole(request: web.Request, holding: Holding) -> bytes:
             body = content.read_nowait()  # usually one chunk, and no copy
             holding.take("body", len(body))
         elif (request.content_length or 0) > most:
-            raise web.HTTPRequestEntityTooLarge(most)
+            raise BodyTooLargeError(most)
         else:
             chunks = []
             async with aclosing(arriving(request)) as coming:
@@ -193,7 +193,7 @@ async def _whole(request: web.Request, holding: Holding) -> bytes:
     except (web.RequestPayloadError, ClientPayloadError) as why:
         raise HarnessError(f"the request's body broke off: {type(why).__name__}") from None
     if content.total_bytes > most:
-        raise web.HTTPRequestEntityTooLarge(most)
+        raise BodyTooLargeError(most)
     holding.body = body
     return body
 

@@ -14,6 +14,8 @@ With `previous_response_id` the client sends only what follows the last response
 (Codex sends `store: false`): the connection keeps its items, and the request is served as if it contained them all. Another response is
 looked up as for a POST request. `generate: false` (Codex warms up its connection) samples nothing; the next request continues its input.
 
+A request may name a lane (`stream_id`, in the beta of openai 3.52): its events repeat the name, and the last response of each lane is kept.
+
 A request has the headers of the handshake, except those that mark a retry. It passes routing, memory limits and the call like any other. A
 client that closes the connection has left its call, and the requests that wait. The proxy closes a connection that waits for its client
 when it stops, or when it runs short of files; its client opens another one, and sends its whole input.
@@ -37,7 +39,7 @@ from multidict import CIMultiDict
 from tokencache.dialects.json_io import NULL, TRUE, fields_of, member
 from tokencache.dialects.reply_encoder import EVENT_STREAM
 from tokencache.dialects.sse import EventSplitter, data_of, event_of
-from tokencache.errors import HarnessError, MemoryFullError
+from tokencache.errors import BodyTooLargeError, HarnessError, MemoryFullError, TokencacheError
 from tokencache.proxy.dedup.fingerprint import IDEMPOTENCY_KEY, RETRY_COUNT
 from tokencache.proxy.request_body import check_values
 from tokencache.request_memory import REQUEST_MEMORY, Holding, Owner, holding_of
@@ -47,13 +49,15 @@ from tokencache.wakeup import end, to_the_end
 Raw = msgspec.Raw
 Serve = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Guard = Callable[[web.Request, Serve], Awaitable[web.StreamResponse]]
-Refused = Callable[[web.Request, str, MemoryFullError], Coroutine[Any, Any, None]]
+Refused = Callable[[web.Request, str, TokencacheError], Coroutine[Any, Any, None]]
 
 ROUTE = "/v1/responses"
 PING_SECONDS = 30.0
 """How long a connection may be silent before it is checked whether its client is still there."""
 _OF_HANDSHAKE = frozenset({"connection", "upgrade", "content-type", "content-length", RETRY_COUNT, IDEMPOTENCY_KEY.lower()})
 """Headers that requests do not have: a repeated handshake repeats no request."""
+_OF_SOCKET = frozenset({"type", "generate", "stream_id"})
+"""Members of a message that a POST request does not have."""
 _PREVIOUS = "previous_response_id"
 
 
@@ -82,7 +86,7 @@ class ResponsesSockets:
     Args:
         serve: serves a request.
         guard: sends the errors of what it calls.
-        refused: is called with a request that does not fit into memory, and its session.
+        refused: is called with a request that is refused before it is served, and its session.
     """
 
     def __init__(self, serve: Serve, guard: Guard, refused: Refused) -> None:
@@ -119,7 +123,7 @@ class _Connection:
         assert isinstance(handshake.protocol, GuardedConnection)  # noqa: S101 - the server makes no others
         self._wire = handshake.protocol
         self._asked: bytes | None = None  # the items of the current request; `None` if they are not all known
-        self._last, self._items = "", b""  # of the last response: its id, and the items of its input and output
+        self._kept: dict[str | None, tuple[str, bytes]] = {}  # of each lane's last response: its id, the items of its input and output
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve the messages, one after the other."""
@@ -165,22 +169,34 @@ class _Connection:
         frames = request._payload_writer = _Frames(self._socket)  # noqa: SLF001 - aiohttp has no public way to set the writer
         self._asked = None
         with contextlib.suppress(ConnectionError):  # the client has left
-            response = await self._guard(request, partial(self._serve_message, message))
+            response = await self._guard(request, partial(self._serve_message, message, frames))
             await response.prepare(request)
             await response.write_eof()
             await frames.send_error()
         with contextlib.suppress(ValueError):  # the response failed
-            self._keep(_LAST_EVENT.decode(frames.last).response, holding_of(request).owner)
+            self._keep(frames.lane, _LAST_EVENT.decode(frames.last).response, holding_of(request).owner)
 
-    async def _serve_message(self, message: bytes, request: web.Request) -> web.StreamResponse:
-        """Serve a message as the body of a request.
+    async def _serve_message(self, message: bytes, frames: "_Frames", request: web.Request) -> web.StreamResponse:
+        """Serve a message as the body of a request. Raises the errors of `_read` and of the request."""
+        try:
+            answer = await self._read(message, frames, request)
+        except TokencacheError as why:
+            await self._refused(request, self._session, why)
+            raise
+        return await self._serve(request) if answer is None else answer
+
+    async def _read(self, message: bytes, frames: "_Frames", request: web.Request) -> web.Response | None:
+        """Read a message. Returns its answer; `None` if it is now the body of the request, which is to be served.
 
         Raises:
-            HarnessError: it is not a request for a response. The errors of the request are raised, too.
+            HarnessError: it is not a request for a response, or is too large.
+            MemoryFullError: requests hold as much memory as they may.
         """
-        await self._hold(request, len(message))
+        holding = holding_of(request)
+        holding.take("body", len(message))
         await check_values(message)
         fields = fields_of(message)
+        frames.lane = member(fields, "stream_id", (str,), None)
         kind = member(fields, "type", (str,), "")
         if kind == "response.processed":
             return web.Response(content_type=EVENT_STREAM)
@@ -188,40 +204,34 @@ class _Connection:
             raise HarnessError(f"a message of the type {kind[:80]!r} is not supported: send 'response.create'", param="type")
         samples = member(fields, "generate", (bool,), True)
         items = _inner(bytes(fields.get("input", NULL)).strip())
-        if items is not None and self._last and member(fields, _PREVIOUS, (str,), None) == self._last:
-            items = _joined(self._items, items)
+        previous = member(fields, _PREVIOUS, (str,), None)
+        known = next((kept for last, kept in self._kept.values() if last == previous), None)
+        if items is not None and known is not None:
+            items = _joined(known, items)
             fields[_PREVIOUS], fields["input"] = NULL, Raw(b"[%s]" % items)
         if bytes(fields.get(_PREVIOUS, NULL)) == bytes(NULL):
             self._asked = items
         if not samples:
             return _warmed_up(fields)
         fields["stream"] = TRUE
-        body = msgspec.json.encode({name: value for name, value in fields.items() if name not in {"type", "generate"}})
+        body = msgspec.json.encode({name: value for name, value in fields.items() if name not in _OF_SOCKET})
         if len(body) > request.client_max_size:
-            raise web.HTTPRequestEntityTooLarge(request.client_max_size)
-        await self._hold(request, len(body))
+            raise BodyTooLargeError(request.client_max_size)
+        holding.take("body", len(body))
         await check_values(body)
-        holding_of(request).body = body
-        return await self._serve(request)
+        holding.body = body
+        return None
 
-    async def _hold(self, request: web.Request, size: int) -> None:
-        try:
-            holding_of(request).take("body", size)
-        except MemoryFullError as why:
-            await self._refused(request, self._session, why)
-            raise
-
-    def _keep(self, response: _Response, owner: Owner) -> None:
-        """Keep the items that the next request may continue."""
-        self.holding.give("body", len(self._items))
-        self._last, self._items = "", b""
+    def _keep(self, lane: str | None, response: _Response, owner: Owner) -> None:
+        """Keep the items that the next request of a lane may continue."""
+        self.holding.give("body", len(self._kept.pop(lane, ("", b""))[1]))
         if self._asked is None:
             return
         items = _joined(self._asked, bytes(response.output)[1:-1])
         with contextlib.suppress(MemoryFullError):  # then the client learns that the response is not known, and sends its whole input
             self.holding.belong_to(owner)
             self.holding.take("body", len(items))
-            self._last, self._items = response.id, items
+            self._kept[lane] = response.id, items
 
 
 class _Frames(AbstractStreamWriter):
@@ -229,12 +239,14 @@ class _Frames(AbstractStreamWriter):
 
     Attributes:
         last: the data of the last event.
+        lane: the lane of the request, which each message names; `None` if it has none.
     """
 
     def __init__(self, socket: web.WebSocketResponse) -> None:
         self._socket, self._events, self._body = socket, EventSplitter(), bytearray()
         self._status, self._streams = 0, False
         self.last = b""
+        self.lane: str | None = None
 
     async def write_headers(self, status_line: str, headers: CIMultiDict[str]) -> None:
         """Note the status, and whether a stream follows. It has no chunks of HTTP, which `delivery` would write past this object."""
@@ -251,7 +263,7 @@ class _Frames(AbstractStreamWriter):
         for event in self._events.feed(bytes(chunk)):
             if data := data_of(event):
                 self.last = data
-                await self._socket.send_frame(data, WSMsgType.TEXT)
+                await self._send(data)
 
     async def write_eof(self, chunk: bytes = b"") -> None:
         """See `write`."""
@@ -261,7 +273,12 @@ class _Frames(AbstractStreamWriter):
         """Send the body, unless it was a stream."""
         if not self._streams:
             error = {**_ERROR.decode(self._body), "type": "error", "status": self._status}
-            await self._socket.send_frame(msgspec.json.encode(error), WSMsgType.TEXT)
+            await self._send(msgspec.json.encode(error))
+
+    async def _send(self, data: bytes) -> None:
+        if self.lane is not None:
+            data = b'%s,"stream_id":%s}' % (data.rstrip()[:-1], msgspec.json.encode(self.lane))
+        await self._socket.send_frame(data, WSMsgType.TEXT)
 
     async def drain(self) -> None:
         """Do nothing: `write` waits for the client."""

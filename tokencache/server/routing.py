@@ -16,7 +16,7 @@ from tokencache.dialects.chat.routes import ROUTES as CHAT_ROUTES
 from tokencache.dialects.registry import CHAT as CHAT_DIALECT
 from tokencache.dialects.registry import dialect_of
 from tokencache.engine.pool import Pool
-from tokencache.errors import HarnessError, MemoryFullError, SlowBodyError, TokencacheError
+from tokencache.errors import HarnessError, MemoryFullError, TokencacheError
 from tokencache.proxy.call import log_end
 from tokencache.proxy.compressed_body import coding_of
 from tokencache.proxy.endpoints import Endpoints
@@ -61,10 +61,11 @@ class RequestRouter:
             check_head(request, self._session_headers)
             calls_model = request.method == "POST" and (dialect is not None or route == TOKENIZE)
             origin = await self._sessions.find(named, request.headers)
-            if calls_model and self._sources.members:
-                origin = await self._read_session_in_body(request, named, origin, dialect)
-            del named  # what this frame names, it keeps for as long as a stream
             session = origin.session
+            if calls_model and self._sources.members:
+                origin = await self._read_session_in_body(request, named, origin)
+                session = origin.session
+            del named  # what this frame names, it keeps for as long as a stream
             check_path(origin.path)
             if session is None:
                 if calls_model:
@@ -73,12 +74,14 @@ class RequestRouter:
             if "Upgrade" in request.headers and is_handshake(request, route):
                 return await self.sockets.serve(request, session)
             return await self._endpoints.serve(request, session, origin, route, dialect)
-        except (TokencacheError, web.HTTPRequestEntityTooLarge) as why:
-            if dialect is not None and request.method == "POST":
+        except TokencacheError as why:
+            if dialect is not None and request.method == "POST" and not why.reported:
                 _log_refusal(request, session, route, why)
+                if session is not None and isinstance(why, HarnessError | MemoryFullError):
+                    await self._endpoints.note_refusal(request, session, why)
             raise
 
-    async def _read_session_in_body(self, request: web.Request, named: NamedPath, origin: Origin, dialect: Dialect | None) -> Origin:
+    async def _read_session_in_body(self, request: web.Request, named: NamedPath, origin: Origin) -> Origin:
         """Read a body that may name the session, and remove its name. One in an unknown coding names none.
 
         Returns the origin with the session, which is that of the body if nothing else names one. Without a session the body stays as it is.
@@ -88,12 +91,7 @@ class RequestRouter:
             coding = coding_of(request)
         except HarnessError:
             return origin
-        try:
-            body = await plain(await whole_body_of(request), coding, request, holding)
-        except (MemoryFullError, SlowBodyError) as why:
-            if origin.session is not None and dialect is not None:
-                await self._endpoints.note_refusal(request, origin.session, why)
-            raise
+        body = await plain(await whole_body_of(request), coding, request, holding)
         found = self._sources.in_body(body)
         if origin.session is None and found.session is not None:
             origin = await self._sessions.find(named, request.headers, found.session)
@@ -117,15 +115,12 @@ class RequestRouter:
         )
 
 
-def _log_refusal(request: web.Request, session: str | None, route: str, why: TokencacheError | web.HTTPRequestEntityTooLarge) -> None:
+def _log_refusal(request: web.Request, session: str | None, route: str, why: TokencacheError) -> None:
     """Log a request for a reply that was refused before its call began, in one line, as a call has one."""
-    refused = why if isinstance(why, TokencacheError) else HarnessError(str(why.text), status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
-    if refused.reported:
-        return
     subject = f"{f'session {session}' if session else 'no session'} POST {route[:80]}"
     known = {"session": session or "", "route": route[:80]}
-    log_end(subject, known, request.headers, refused.kind, status=refused.status, level=logging.INFO)
-    log.debug("%s: %s: %s", subject, refused.kind, refused)
+    log_end(subject, known, request.headers, why.kind, status=why.status, level=logging.INFO)
+    log.debug("%s: %s: %s", subject, why.kind, why)
 
 
 def _find_route(method: str, route: str, headers: Mapping[str, str]) -> tuple[str, Dialect | None]:
@@ -147,8 +142,6 @@ async def send_errors(request: web.Request, handler: Callable[[web.Request], Awa
         response = _error(request, error.status, error.client_message, error.kind, error.param)
         response.headers.update(error.headers)
         return response
-    except web.HTTPRequestEntityTooLarge as error:
-        return _error(request, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the request body is too large: {error.text}", "invalid_request_error")
     except (web.HTTPException, ConnectionError):
         raise
     except Exception:

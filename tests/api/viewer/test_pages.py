@@ -16,7 +16,7 @@ from tests.api.viewer.scenes import EPISODES, HOSTILE, delegating, group, lively
 from tests.proxy.kit import CALL, TOOLS, proxied, user
 from tests.support.leading import lead_to
 from tokencache.core.context import Context, Raw, pack_context
-from tokencache.core.session import LabelChanges, Reward
+from tokencache.core.session import LabelChanges, Labels, Reward, SessionSettings
 from tokencache.store.base import Entry
 from tokencache.testing import SimulatedEngine
 
@@ -94,6 +94,19 @@ async def test_sessions_are_sorted_and_filtered(look):
         await page.locator("#filter").fill("group:math-17 none")
         await page.get_by_role("button", name="all").click()
         await expect(names).to_have_text(["math-17-none"])
+        await page.goto("about:blank")
+
+
+@pytest.mark.whole
+async def test_a_tag_with_blanks_and_quotes_is_a_term_of_the_filter(look):
+    async with proxied(SimulatedEngine(episodes=EPISODES, seed=3)) as rig:
+        for session, tag in (("one", 'say "hi" twice'), ("two", "say")):
+            await rig.store.define(session, SessionSettings(), Labels(tags=(tag,)))
+        page = await look(url=rig.url)
+        for _ in range(2):  # it replaces the term
+            await page.locator("tr[data-session='one']").get_by_role("button", name='say "hi" twice').click()
+            await expect(page.locator("#filter")).to_have_value('tag:"say ""hi"" twice"')
+            await expect(page.locator("tbody .name a")).to_have_text(["one"])
         await page.goto("about:blank")
 
 
@@ -590,7 +603,7 @@ async def test_hostile_roles_and_names_are_shown_as_text(look):
         begun = await rig.store.begin("odd", "c", ())
         sent = [{"role": "user k-sampled open <b>", "name": "<i>\u202e", "content": "x"}, {"role": 7}, {"role": "user", "content": []}]
         context = pack_context(Context([Raw(json.dumps(message).encode()) for message in sent]))
-        odd = msgspec.structs.replace(turn, messages=3)
+        odd = msgspec.structs.replace(turn, messages=3, model="sim\u202e")
         await rig.store.commit("odd", begun.epoch, "c", [Entry(odd, (await rig.store.tokens("s", [turn.id]))[turn.id], (), context)])
         page = await look(f"#/session/odd/sequence/{turn.id}", url=rig.url)
         messages = page.locator(".message")
@@ -599,6 +612,9 @@ async def test_hostile_roles_and_names_are_shown_as_text(look):
         assert [await messages.nth(n).get_attribute("class") for n in range(4)] == ["message k-prompt"] * 3 + ["message k-sampled"]
         await expect(messages.nth(1)).to_contain_text("This message cannot be read.")
         await expect(messages.nth(2)).to_contain_text("Nothing.")
+        await page.goto(rig.url + UI + f"#/session/odd/turn/{turn.id}")
+        await expect(page.locator("aside .facts-list")).to_contain_text("sim⟨202e⟩")
+        assert "\u202e" not in await page.locator("main").inner_text()
         await page.goto("about:blank")
 
 

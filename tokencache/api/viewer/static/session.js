@@ -86,7 +86,7 @@ export class SessionPage {
 
   showHead() {
     const { outline } = this;
-    const kinds = [...new Set(outline.turns.map((turn) => turn.model))].filter(Boolean);
+    const kinds = [...new Set(outline.turns.map((turn) => turn.model))].filter(Boolean).map(readable);
     const harnesses = [...new Set(outline.turns.map((turn) => turn.harness))].filter(Boolean);
     const dialects = [...new Set(outline.turns.map((turn) => turn.dialect))].filter(Boolean);
     const facts = [kinds.join(", "), harnesses.join(", "), dialects.join(", "), `began ${moment(outline.created)}`, `used for ${span(outline.used - outline.created)}`];

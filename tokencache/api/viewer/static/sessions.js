@@ -41,17 +41,17 @@ const NUMBERS = new Set(["reward", "turns", "tokens"]);
  */
 export function parse(typed) {
   const asked = {};
-  const rest = typed.replace(/(\w+):(?:"([^"]*)"|(\S+))|"([^"]*)"/g, (_, name, quoted, plain, part) => {
+  const rest = typed.replace(/(\w+):(?:"((?:[^"]|"")*)"|(\S+))|"([^"]*)"/g, (_, name, quoted, plain, part) => {
     if (part !== undefined) return part;
     if (!FILTERS.includes(name)) throw new Error(`There is no filter ${name}. The filters are ${FILTERS.join(", ")}. Write a name that has a colon in quotes.`);
-    asked[name] = quoted ?? plain;
+    asked[name] = quoted?.replaceAll('""', '"') ?? plain;
     return "";
   });
   return { ...asked, contains: rest.trim() };
 }
 
-/** A term of the filter, with quotes if it needs them. */
-export const term = (name, value) => `${name}:${/[\s"]/.test(value) ? `"${value}"` : value}`;
+/** A term of the filter, with quotes if it needs them; a quote within them is doubled. */
+export const term = (name, value) => `${name}:${/[\s"]/.test(value) ? `"${value.replaceAll('"', '""')}"` : value}`;
 
 export class SessionsPage {
   offset = 0;
@@ -134,7 +134,7 @@ export class SessionsPage {
 
   /** Add a term to the filter, in place of one of the same name. */
   narrow(name, value) {
-    const others = this.filter.value.replaceAll(new RegExp(`\\b${name}:(?:"[^"]*"|\\S+)\\s*`, "g"), "").trim();
+    const others = this.filter.value.replaceAll(new RegExp(`\\b${name}:(?:"(?:[^"]|"")*"|\\S+)\\s*`, "g"), "").trim();
     this.filter.value = `${others} ${term(name, value)}`.trim();
     this.again();
   }

@@ -1,7 +1,7 @@
 // Draws the tables of sequences, of incidents, and of turns for which rules were applied.
 
 import { badge, copier, h } from "./dom.js";
-import { clock, count, many, moment, reward, share, visible } from "./format.js";
+import { clock, count, many, moment, readable, reward, share, visible } from "./format.js";
 import { incidentText, reasonText, STARTS } from "./words.js";
 
 const to = (outline, ...rest) => `#/session/${[outline.session, ...rest].map(encodeURIComponent).join("/")}`;
@@ -25,7 +25,7 @@ export function sequenceTable(outline) {
     const from = one.from_turn ? outline.turns.find((turn) => turn.id === one.from_turn) : null;
     return h("tr", { class: one.continued || one.turns > 1 ? null : "dim" },
       h("td", {}, h("a", { class: "first", href: to(outline, "sequence", one.id) }, `sequence ${one.number}`), copier(one.id, "the sequence's id")),
-      several ? h("td", {}, one.model) : null,
+      several ? h("td", {}, readable(one.model)) : null,
       h("td", {}, badge(one.start, one.start, STARTS[one.start])),
       h("td", { title: one.reason ? reasonText(one.reason) : null }, one.reason),
       h("td", {}, one.parent === null ? "" : [h("span", { class: "muted" }, `sequence ${one.parent} · `), turnLink(outline, from)]),

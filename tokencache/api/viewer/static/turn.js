@@ -54,7 +54,7 @@ export class TurnPanel {
         ["request", [many(turn.messages, "message"), ", ", many(turn.tools, "tool"), ", ", turn.dialect, turn.stream ? ", streamed" : ""]],
         ["harness", turn.harness],
         ["agent", turn.agent && agentText(turn.agent)],
-        ["model", turn.model],
+        ["model", readable(turn.model)],
         ["sampling", Object.keys(turn.sampling).length ? h("code", {}, quoted(turn.sampling)) : null],
         ["replaced", Object.keys(turn.replaced).length ? [h("code", {}, quoted(turn.replaced)), " requested by the harness"] : null],
         ["log probs", turn.logprob_kind],
