@@ -424,10 +424,16 @@ def test_who_left_asked_again_and_got_the_very_same_tokens_may_mean_either():
 
 
 def test_an_aborted_turn_is_not_taken_within_a_call():
+    """But up to the first one, whose event has no text."""
     index = _Index(CLAUDE)
-    index.add(_left("a", "One", (3,), calls=(ToolCall(C1, "Bash", "{"),)), U1, aborted=True)
-    assert index.match(U1, Message("assistant", "One"), U2).kind == "plain"
-    assert index.match(U1, Message("assistant", "One", None, (ToolCall(C1, "Bash", "{"),)), U2).kind == "plain"
+    turn = index.add(_left("a", "One, two", (3, 8, 0), calls=(ToolCall(C1, "Bash", "{"),)), U1, aborted=True)
+    assert index.match(U1, Message("assistant", "One, two", None, (ToolCall(C1, "Bash", "{"),)), U2).kind == "plain"
+    assert index.match(U1, Message("assistant", "One, t"), U2).kind == "plain"
+    for text, after in (("One", 1), ("One, two", 2)):
+        found = index.match(U1, Message("assistant", text), U2)
+        assert (found.parent, found.delivered.text, found.delivered.after, found.delivered.calls) == (turn, text, after, 0)
+    index.add(_turn("b", Message("assistant", "One, two")), U1)
+    assert index.match(U1, Message("assistant", "One, two"), U2).reason == "ambiguous-reply"
 
 
 def test_a_turn_that_the_harness_dropped_leaves_the_one_before_it():

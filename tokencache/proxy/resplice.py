@@ -201,7 +201,8 @@ class Resplice:
             return served if added is None else msgspec.structs.replace(served, content=(served.content or "") + added.text)
         if echoed.calls:
             return msgspec.structs.replace(served, calls=served.calls[: len(echoed.calls)])
-        return msgspec.structs.replace(served, content=echoed.content, reasoning=served.reasoning if echoed.text else echoed.reasoning)
+        reasoning = served.reasoning if echoed.text else echoed.reasoning
+        return msgspec.structs.replace(served, content=echoed.content, reasoning=reasoning, calls=())
 
     async def _generation_prompt(self, frame: HistoryFrame, n: int, reply: PlacedReply, stored: Mapping[str, Tokens]) -> bytes | None:
         """Find the generation prompt after which reply `n` was sampled; `None` if it cannot be identified."""
