@@ -580,6 +580,20 @@ def test_rewritten_ids_in_an_edited_context_leave_words_and_order():
     assert (apart.kind, apart.reason) == ("plain", "ambiguous-reply")
 
 
+def test_a_later_history_shows_another_part_of_a_thought_that_was_cut():
+    """The chain covers no reasoning: the prompt of the next turn has the part that came back then."""
+    index = _Index()
+    cuts = [Cut(n, n + 1, 0, end) for n, end in enumerate((3, 7))]
+    cut = msgspec.structs.replace(_turn("a", Message("assistant", None, "One two")), marks=("aborted",), cuts=pack_cuts(cuts))
+    cut = index.add(cut, U1, aborted=True)
+    parts = [Message("assistant", "", thought) for thought in ("One", "One two", "")]
+    two = index.add(_turn("b", Message("assistant", "so")), U1, parts[0], U2, parent=cut)
+    assert index.match(U1, parts[0], U2, two.served, U3).parent == two
+    found = index.match(U1, parts[1], U2, two.served, U3)
+    assert (found.parent, found.delivered.text, found.anchors) == (cut, "One two", ((3, Hit(two)),))
+    assert index.match(U1, parts[2], U2, two.served, U3).parent == two, "all of it left out, as the rule allows"
+
+
 def test_an_id_that_counts_is_no_evidence_by_itself():
     index = _Index()
     served, result = _poll("functions.bash:0", 0)
