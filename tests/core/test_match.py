@@ -424,10 +424,16 @@ def test_who_left_asked_again_and_got_the_very_same_tokens_may_mean_either():
 
 
 def test_an_aborted_turn_is_not_taken_within_a_call():
+    """But up to the first one, whose event has no text."""
     index = _Index(CLAUDE)
-    index.add(_left("a", "One", (3,), calls=(ToolCall(C1, "Bash", "{"),)), U1, aborted=True)
-    assert index.match(U1, Message("assistant", "One"), U2).kind == "plain"
-    assert index.match(U1, Message("assistant", "One", None, (ToolCall(C1, "Bash", "{"),)), U2).kind == "plain"
+    turn = index.add(_left("a", "One, two", (3, 8, 0), calls=(ToolCall(C1, "Bash", "{"),)), U1, aborted=True)
+    assert index.match(U1, Message("assistant", "One, two", None, (ToolCall(C1, "Bash", "{"),)), U2).kind == "plain"
+    assert index.match(U1, Message("assistant", "One, t"), U2).kind == "plain"
+    for text, after in (("One", 1), ("One, two", 2)):
+        found = index.match(U1, Message("assistant", text), U2)
+        assert (found.parent, found.delivered.text, found.delivered.after, found.delivered.calls) == (turn, text, after, 0)
+    index.add(_turn("b", Message("assistant", "One, two")), U1)
+    assert index.match(U1, Message("assistant", "One, two"), U2).reason == "ambiguous-reply"
 
 
 def test_a_turn_that_the_harness_dropped_leaves_the_one_before_it():
@@ -572,6 +578,20 @@ def test_rewritten_ids_in_an_edited_context_leave_words_and_order():
     assert [hit.turn.id for _, hit in found.anchors] == [turn.id for turn in said]
     apart = index.match(S1, U3, *renamed[3:], U2)  # which of them is gone?
     assert (apart.kind, apart.reason) == ("plain", "ambiguous-reply")
+
+
+def test_a_later_history_shows_another_part_of_a_thought_that_was_cut():
+    """The chain covers no reasoning: the prompt of the next turn has the part that came back then."""
+    index = _Index()
+    cuts = [Cut(n, n + 1, 0, end) for n, end in enumerate((3, 7))]
+    cut = msgspec.structs.replace(_turn("a", Message("assistant", None, "One two")), marks=("aborted",), cuts=pack_cuts(cuts))
+    cut = index.add(cut, U1, aborted=True)
+    parts = [Message("assistant", "", thought) for thought in ("One", "One two", "")]
+    two = index.add(_turn("b", Message("assistant", "so")), U1, parts[0], U2, parent=cut)
+    assert index.match(U1, parts[0], U2, two.served, U3).parent == two
+    found = index.match(U1, parts[1], U2, two.served, U3)
+    assert (found.parent, found.delivered.text, found.anchors) == (cut, "One two", ((3, Hit(two)),))
+    assert index.match(U1, parts[2], U2, two.served, U3).parent == two, "all of it left out, as the rule allows"
 
 
 def test_an_id_that_counts_is_no_evidence_by_itself():

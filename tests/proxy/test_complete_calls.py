@@ -36,6 +36,11 @@ def said(chunks):
     return calls
 
 
+def content(chunks):
+    """The text that a client has put together from a stream."""
+    return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk.get("choices", ()))
+
+
 async def read_until(rig, path, body, enough):
     """Read a stream until its events are enough, then leave; or until it ends. Returns the events."""
     got = b""
@@ -50,17 +55,17 @@ async def read_until(rig, path, body, enough):
     return events
 
 
-async def cut_in_chat(rig, *, characters=1):
-    """Leave when the arguments of the second call have so many characters; returns both calls."""
+async def cut_in_chat(rig, *, number=2, characters=1):
+    """Leave when the arguments of this call have so many characters; returns the text and the calls."""
 
     def enough(events):
         calls = said(events)
-        return len(calls) == 2 and len(calls[1]["function"]["arguments"]) >= characters
+        return len(calls) == number and len(calls[-1]["function"]["arguments"]) >= characters
 
-    calls = said(await read_until(rig, CHAT, {"messages": [user("EPISODE:two")], "tools": TOOLS}, enough))
+    events = await read_until(rig, CHAT, {"messages": [user("EPISODE:two")], "tools": TOOLS}, enough)
     await settled(rig)
     rig.engine.token_delay = 0
-    return calls
+    return content(events), said(events)
 
 
 def history(calls):
@@ -80,7 +85,7 @@ def kept_text(rig):
 @pytest.mark.parametrize("seed", range(3))
 async def test_the_reply_ends_after_the_complete_call(seed):
     async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.002, seed=seed)) as rig:
-        (first, _) = await cut_in_chat(rig)
+        _, (first, _) = await cut_in_chat(rig)
         await rig.say("s", history([first]), tools=TOOLS)
         one, two = await rig.turns()
         assert "aborted" in one["marks"]
@@ -91,9 +96,31 @@ async def test_the_reply_ends_after_the_complete_call(seed):
         await rig.check(aborted=1)
 
 
+@pytest.mark.parametrize("characters", [0, 8])
+async def test_the_text_before_a_first_call_that_had_not_arrived_completely(characters):
+    async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.002)) as rig:
+        text, _ = await cut_in_chat(rig, number=1, characters=characters)
+        await rig.say("s", [user("EPISODE:two"), {"role": "assistant", "content": text}, user("Go on.")], tools=TOOLS)
+        one, two = await rig.turns()
+        assert "aborted" in one["marks"]
+        assert (two["match"], two["reason"], two["forgiven"]) == ("resplice", "interrupted", ["interrupted", "reasoning-dropped"])
+        kept, tail = kept_text(rig)
+        assert kept == f"{THOUGHT}Look.\n"
+        assert tail.startswith("<|im_end|>\n<|im_start|>user\nGo on.")
+        await rig.check(aborted=1)
+
+
+async def test_other_text_before_a_first_call_is_refused():
+    async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.002)) as rig:
+        text, _ = await cut_in_chat(rig, number=1)
+        await rig.say("s", [user("EPISODE:two"), {"role": "assistant", "content": f"{text}!"}, user("Go on.")], tools=TOOLS)
+        assert (await rig.turns())[1]["match"] == "plain"
+        await rig.check(aborted=1)
+
+
 async def test_a_call_that_had_not_arrived_completely_is_refused():
     async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.002)) as rig:
-        first, second = await cut_in_chat(rig, characters=12)
+        _, (first, second) = await cut_in_chat(rig, characters=12)
         second["function"]["arguments"] = '{"cmd": "cat"}'
         await rig.say("s", history([first, second]), tools=TOOLS)
         assert (await rig.turns())[1]["match"] == "plain"
@@ -103,7 +130,7 @@ async def test_a_call_that_had_not_arrived_completely_is_refused():
 @pytest.mark.parametrize("change", [{"id": "call_0123456789abcdef"}, {"function": {"name": "bash", "arguments": '{"cmd": "ls -la"}'}}])
 async def test_another_call_is_refused(change):
     async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.002)) as rig:
-        first, _ = await cut_in_chat(rig)
+        _, (first, _) = await cut_in_chat(rig)
         await rig.say("s", history([first | change]), tools=TOOLS)
         assert (await rig.turns())[1]["match"] == "plain"
         await rig.check(aborted=1)
@@ -125,6 +152,21 @@ async def test_codex_executes_the_items_that_arrived_before_the_engine_broke_off
         assert (turns[1]["match"], turns[1]["reason"]) == ("resplice", "interrupted")
         kept = rig.engine.tokenizer.decode(rig.ground_truth("s")[1].prompt_ids)
         assert f"{call('ls  -la')}<|im_end|>\n<|im_start|>user\n<tool_response>\na.txt" in kept
+
+
+@pytest.mark.parametrize(("left_out", "found"), [(8, ("resplice", "interrupted")), (30, ("continue", ""))])
+async def test_the_text_that_arrived_before_the_engine_broke_off(left_out, found):
+    """The client gets an error within the first call, or within the text before it, and keeps the text."""
+    async with proxied(SimulatedEngine(episodes={"one": [f"{THOUGHT}Look at all of this first.\n{call('ls')}", "Done."]})) as rig:
+        body = {"messages": [user("EPISODE:one")], "tools": TOOLS}
+        await rig.post("whole", **body)
+        rig.engine.faults.append(Fault.cut(len(rig.ground_truth("whole")[0].completion_ids) - left_out))
+        text = content(await read_until(rig, CHAT, body, lambda _: False))
+        await rig.say("s", [user("EPISODE:one"), {"role": "assistant", "content": text}, user("Go on.")], tools=TOOLS)
+        one, two = await rig.turns()
+        assert (one["marks"], two["match"], two["reason"]) == (["upstream-broke"], *found)
+        assert text.strip()
+        assert kept_text(rig)[0] == THOUGHT.rstrip("\n") + text
 
 
 async def test_the_blocks_of_a_message_that_were_complete():

@@ -44,6 +44,14 @@ async def test_half_a_character_is_not_a_boundary():
     assert await told([*THOUGHT, b"a ", coffee[:1], coffee[1:]], "a ☕", 3, 4, 6) == 6
 
 
+@pytest.mark.parametrize("start", [["☕".encode()[:1], "☕".encode()[1:2], "☕".encode()[2:]], [b"<", b"b>"]])
+async def test_the_first_text_may_be_held_back(start):
+    """The first character is made of three tokens; or a parser waits whether a call begins. The text is delivered with the last of them."""
+    heard, last = b"".join(start).decode(), len(THOUGHT) + len(start)
+    assert await told([*THOUGHT, *start, b" go"], heard, last - 1, last, last) == last
+    assert await told([*THOUGHT, *start, b" go"], f"{heard} go", last - 1, last, last + 1) == last + 1
+
+
 async def test_two_places_are_none():
     """The text may begin at either of two tokens and end accordingly: nobody can say which was heard."""
     assert await told([b"a", b"a", b"a"], "aa", 0, 2, 3) is None

@@ -510,8 +510,11 @@ class _Finder(msgspec.Struct, frozen=True):
 
     def _came_back(self, turn: Turn, place: int) -> bool:
         echoed = self.conversation.messages[place]
-        if not CUT_OFF.isdisjoint(turn.marks) and delivered_prefix(turn, echoed, self.leniency) is not None:
-            return True
+        if not CUT_OFF.isdisjoint(turn.marks):
+            if echoed.thought and not (echoed.text or echoed.calls):
+                return False  # no chain shows how much of the thought had come back
+            if delivered_prefix(turn, echoed, self.leniency) is not None:
+                return True
         return self._judged(place, [Hit(turn)])[0].verdict.supplied
 
     def _issued_to_another(self, i: int, turn: Turn) -> bool:
@@ -522,7 +525,7 @@ class _Finder(msgspec.Struct, frozen=True):
 
     def elsewhere(self, i: int) -> _Claim:
         """Find the turns that a reply may be, whatever precedes it."""
-        echoed, handle = self.conversation.messages[i], self.handles.get(i, "")
+        handle = self.handles.get(i, "")
         hits = [*self.hits.get(reply_key(self.conversation.digests[i], self.conversation.model_key), ()), *self._by_name(i)]
         judged = self._judged(i, _once(hits))
         if not judged:
@@ -538,7 +541,7 @@ class _Finder(msgspec.Struct, frozen=True):
             return _Claim(i, (), Reason.ENGINE_DISAGREES)
         by_handle = handle and all(found.hit.turn.handle == handle for found in known)
         aborted = () if by_handle else self.hits.get(aborted_key(self.conversation.model_key), ())
-        in_doubt = self._may_be_barred(i, judged, known) or any(may_be_delivered(hit.turn, echoed) for hit in aborted)
+        in_doubt = self._may_be_barred(i, judged, known) or any(self._may_begin(i, hit.turn) for hit in aborted)
         in_doubt = in_doubt or any(self._may_have_words(i, found.hit.turn) for found in known if found.added is not None)
         # a rewritten reply may be that of another turn, which said just this, or this and more
         rewritten = _all_rewritten(known) and (bool(self._rivals(judged, known)) or self._may_be_a_part(i, known))
@@ -548,6 +551,11 @@ class _Finder(msgspec.Struct, frozen=True):
         in_order = not (evident or after_same)
         reason = Reason.FOREIGN_REPLY if in_order else ""
         return _Claim(i, tuple(known), reason, in_order=in_order, after_message=bool(after_same))
+
+    def _may_begin(self, i: int, turn: Turn) -> bool:
+        """Whether a message may be the beginning of an interrupted reply; without calls only after the message that this one follows."""
+        echoed = self.conversation.messages[i]
+        return may_be_delivered(turn, echoed) and (bool(echoed.calls) or _message_before(turn) == self.message_before(i))
 
     def _rivals(self, judged: Sequence[_Found], known: Sequence[_Found]) -> tuple[Turn, ...]:
         """Return the turns with other tokens than the known ones that the harness may have sent back so, by an equally good id."""
@@ -568,8 +576,9 @@ class _Finder(msgspec.Struct, frozen=True):
         others = [turn for turn in others if not self._has_other_handle(claim.place, turn)]
         if _all_rewritten(claim.candidates) and any(self._is_part_of(claim.place, turn) for turn in others):
             return True
-        judged = [_Found(Hit(turn), judge_echo(turn, self.conversation.messages[claim.place], self.any_rule)) for turn in others]
-        return bool(self._rivals(judged, claim.candidates))
+        echoed = self.conversation.messages[claim.place]
+        judged = [_Found(Hit(turn), judge_echo(turn, echoed, self.any_rule)) for turn in others]
+        return bool(self._rivals(judged, claim.candidates)) or any(may_be_delivered(turn, echoed) for turn in others)
 
     def _may_be_a_part(self, i: int, known: Sequence[_Found]) -> bool:
         """Whether a harness may have left out the rest of another reply, sampled after the same message."""

@@ -17,9 +17,10 @@ them, character for character. If whitespace around the text was lost, there mus
 received, not which tokens: a parser holds text back, and a character may be a part of a token. `DeliveredPrefix` has the bounds between
 which the tokens end; the exact place is proven by decoding the tokens, which the core cannot do.
 
-If a stream was cut during a call, nothing shows how much of that call the harness kept. But some execute each call that arrived completely
-(Codex), so an echo may end after a complete call. It is recognized if its calls are the first ones that were served, and their arguments
-are whole JSON objects: no beginning of such an object is one. That also holds if the engine broke the stream off.
+If a stream was cut during a call, nothing shows how much of that call the harness kept. But an echo without calls is the text before the
+first one, up to an event. And some harnesses execute each call that arrived completely (Codex), so an echo may end after a complete call.
+It is recognized if its calls are the first ones that were served, and their arguments are whole JSON objects: no beginning of such an
+object is one. Both also hold if the engine broke the stream off.
 """
 
 import re
@@ -274,10 +275,10 @@ def _judge_reasoning(served: Message, echoed: Message, leniency: Leniency) -> se
 
 
 class Cut(NamedTuple):
-    """An event after which a harness may have disconnected; of a reply with calls, an event with which a call began.
+    """An event with text after which a harness may have disconnected, or an event with which a call began.
 
     `before` and `after` are the numbers of tokens sampled before the event and up to its end. `content` and `reasoning` are the numbers of
-    characters up to its end; 0 for calls.
+    characters up to its end; both are 0 if a call began with it.
     """
 
     before: int
@@ -289,7 +290,8 @@ class Cut(NamedTuple):
 class DeliveredPrefix(NamedTuple):
     """The part of an aborted turn's reply that a harness received.
 
-    The tokens of `text` start at an index from `first` (inclusive) to `begun` (exclusive) and end at index `after` or slightly before it.
+    The tokens of `text` start at an index from `first` (inclusive) to `begun` (exclusive), or slightly before, and end at index `after` or
+    slightly before it.
     If it ends after a call instead, `calls` is the number of its calls. The first begins after index `first`, the last after `begun`, and
     it ends at most at `after`.
     `rules` are the rules that were needed.
@@ -319,7 +321,7 @@ def delivered_prefix(turn: Turn, echoed: Message, leniency: Leniency) -> Deliver
     """Find how much of an aborted turn's reply an echo contains; `None` if it is not a beginning of the reply, or if that is uncertain.
 
     The text is the turn's `content` up to a cut, with complete reasoning or none. If the echo has no text, it is the reasoning up to a cut.
-    An echo with calls ends after its last call.
+    An echo with calls ends after its last call; without them it ends before the first call of the reply.
     """
     if not leniency.allows(INTERRUPTED):
         return None
@@ -342,7 +344,8 @@ def delivered_prefix(turn: Turn, echoed: Message, leniency: Leniency) -> Deliver
 
 
 def _delivered_calls(turn: Turn, echoed: Message, leniency: Leniency) -> DeliveredPrefix | None:
-    calls, cuts = turn.served.calls[: len(echoed.calls)], unpack_cuts(turn.cuts)
+    calls = turn.served.calls[: len(echoed.calls)]
+    cuts = [cut for cut in unpack_cuts(turn.cuts) if not (cut.content or cut.reasoning)]
     if CUT_OFF.isdisjoint(turn.marks) or len(cuts) != len(turn.served.calls) or not calls:
         return None
     if not all(map(_arrived, calls)):
@@ -377,7 +380,7 @@ def _cuts_of(turn: Turn, echoed: Message) -> list[Cut]:
 
     A reply has a cut for each event, so the text is not cut for each of them.
     """
-    if turn.served.calls or echoed.calls or not (echoed.text or echoed.thought):
+    if echoed.calls or not (echoed.text or echoed.thought):
         return []
     cuts = unpack_cuts(turn.cuts)
     if not echoed.text:

@@ -366,28 +366,26 @@ def _keys(facts: CallFacts, turn: Turn, choice: Choice, answered: Conversation |
 
 
 def _cut_short(facts: CallFacts, choice: Choice) -> bool:
-    """Whether the client may send back the part that it received: it left during a text, or the stream ended after a call had begun."""
-    if facts.reply.error or facts.judged.uncertain or facts.call.chat.continues:
+    """Whether the client may send back the part that it received: the stream ended after a text, or a call, had begun."""
+    if facts.mark not in CUT_OFF or facts.reply.error or facts.judged.uncertain or facts.call.chat.continues:
         return False
-    if choice.calls:
-        return facts.mark in CUT_OFF and len(choice.call_steps) == len(choice.calls)
-    return facts.mark == TurnMark.ABORTED and bool(choice.steps)
+    return len(choice.call_steps) == len(choice.calls) and bool(choice.call_steps or choice.steps)
 
 
 def _cuts(choice: Choice, *, with_reasoning: bool) -> list[Cut]:
-    """List the events after which a client may have left; reasoning counts only if the client receives it.
+    """List the events with text after which a client may have left; reasoning counts only if the client receives it.
 
-    Of a reply with calls, list the events with which they began.
+    Of a reply with calls, list those up to the first call, and then the events with which the calls began.
     """
-    if choice.calls:
-        return [Cut(before, after, 0, 0) for before, after in choice.call_steps]
+    last = choice.call_steps[0][1] if choice.calls else len(choice.ids)
     cuts: list[Cut] = []
     content = reasoning = 0
     for before, after, more_content, more_reasoning in zip(*[iter(choice.steps)] * STEP, strict=True):
         content += more_content
         reasoning += more_reasoning if with_reasoning else 0
-        cuts.append(Cut(before, after, content, reasoning))
-    return cuts
+        if after <= last and (content or reasoning):
+            cuts.append(Cut(before, after, content, reasoning))
+    return [*cuts, *[Cut(before, after, 0, 0) for before, after in choice.call_steps]]
 
 
 # --- the turn ---

@@ -9,7 +9,7 @@ from tokencache.core import evidence, ids
 from tokencache.core.added_text import added_text
 from tokencache.core.evidence import PlacedReply
 from tokencache.core.match import Match
-from tokencache.core.messages import Message
+from tokencache.core.messages import Message, inline_end
 from tokencache.core.reasons import Reason
 from tokencache.core.splice import fill
 from tokencache.core.turn import Tokens, Turn
@@ -201,7 +201,9 @@ class Resplice:
             return served if added is None else msgspec.structs.replace(served, content=(served.content or "") + added.text)
         if echoed.calls:
             return msgspec.structs.replace(served, calls=served.calls[: len(echoed.calls)])
-        return msgspec.structs.replace(served, content=echoed.content, reasoning=served.reasoning if echoed.text else echoed.reasoning)
+        content = echoed.content if served.reasoning is None or not echoed.content else echoed.content[inline_end(echoed.content) :]
+        reasoning = served.reasoning if echoed.text else echoed.reasoning or echoed.thought or None
+        return msgspec.structs.replace(served, content=content, reasoning=reasoning, calls=())
 
     async def _generation_prompt(self, frame: HistoryFrame, n: int, reply: PlacedReply, stored: Mapping[str, Tokens]) -> bytes | None:
         """Find the generation prompt after which reply `n` was sampled; `None` if it cannot be identified."""

@@ -152,6 +152,8 @@ class Generation:
         stop: the stop string that ended it.
         served: the number of characters of its text that the client gets; what follows is a stop string, or an id that has no text.
         ends: the numbers of characters of its text before its calls, up to the end of the first call, and so on; empty if that is unknown.
+        begins: the numbers of characters of its text before its reasoning, and before what its message has as its text.
+        begun: of a reply that was broken off within its first call: that call as its client received it.
     """
 
     session: str
@@ -166,6 +168,8 @@ class Generation:
     served: int = 0
     stop: str = ""
     ends: tuple[int, ...] = ()
+    begins: tuple[int, int] = (0, 0)
+    begun: Message = field(default_factory=dict)
 
 
 class Speech(NamedTuple):
@@ -279,9 +283,44 @@ class Engine:
         # vLLM calls a whole reply with a call `tool_calls`, also if the limit cut the next one
         label = planned.message.get("finish_reason") or ("tool_calls" if message.get("tool_calls") else "length" if cut else "stop")
         head = len(planned.thinking) + len(_encodable(planned.message.get("content") or ""))
-        ends = (head, *(head + len(calls) for calls in planned.calls)) if planned.readable and label == "tool_calls" and not cut else ()
+        whole = planned.readable and text == planned.text and not cut
+        ends = (head, *(head + len(calls) for calls in planned.calls)) if whole else ()
+        begins = text.find(message.get("reasoning") or ""), len(planned.thinking) if self.parses else 0
         ended_by = reason if isinstance(reason, str) else ""
-        return Generation(session, prompt, tokens, [], forced, cut, label, message, planned.thought, served, ended_by, ends), reason
+        return Generation(session, prompt, tokens, [], forced, cut, label, message, planned.thought, served, ended_by, ends, begins), reason
+
+    def break_off_text(self, generation: Generation, rng: random.Random) -> list[bytes]:
+        """Break a reply off before its first call, or within it; return the stream (JSON) up to there.
+
+        The client keeps what it had received up to some event, and nothing of a call.
+        """
+        tokens, ends, said = generation.completion, generation.ends, generation.message
+        known = [self.renderer.words.decode(tokens[:n]).rstrip("\ufffd") for n in range(len(tokens) + 1)]
+        last = next((n for n, text in enumerate(known) if len(ends) > 1 and len(text) >= ends[1]), len(tokens))
+        until, late = rng.randrange(1, max(last, 2)), rng.choice([0, 0, 0, 1, 2])
+        wanted = dict(zip(("reasoning", "content"), generation.begins, strict=True))
+        events: list[Message] = []
+        for n in range(1, until + 1):
+            read = known[n if len(known[n]) >= ends[0] else max(n - late, 0)]  # a parser may hold text back
+            events.append({name: (said.get(name) or "")[: max(len(read) - begin, 0)] for name, begin in wanted.items()})
+        has = events[rng.choice([until, until, rng.randrange(until) + 1]) - 1]
+        chunks = [_chunk(generation, 0, {"role": "assistant", "content": ""})]
+        before: Message = dict.fromkeys(wanted, "")
+        for n, event in enumerate(events, 1):
+            delta: Message = {name: event[name].removeprefix(before[name]) for name in wanted if event[name] != before[name]}
+            if len(ends) > 1 and len(known[n]) > ends[0] + 20 and len(known[n - 1]) <= ends[0] + 20:
+                call = said["tool_calls"][0]
+                named = {"index": 0, "id": call["id"], "type": "function", "function": {"name": call["function"]["name"], "arguments": ""}}
+                delta["tool_calls"], generation.begun = [named], named
+            chunks.append(_chunk(generation, n, delta))
+            before = event
+        generation.completion, generation.logprobs = tokens[:until], generation.logprobs[:until]
+        generation.forced = tuple((start, min(end, until)) for start, end in generation.forced if start < until)
+        thought = {"reasoning": has["reasoning"]} if has["reasoning"] else {}
+        generation.message = {"role": "assistant", "content": has["content"] or None, **thought}
+        name = "content" if has["content"] else "reasoning"
+        generation.served, generation.label, generation.ends = wanted[name] + len(has[name]), "abort", ends[:1]
+        return chunks
 
     def break_off(self, generation: Generation, calls: int, rng: random.Random) -> list[bytes]:
         """Break a reply off after so many of its calls, or within the next one; return the stream (JSON) up to there."""

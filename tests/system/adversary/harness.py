@@ -236,6 +236,7 @@ class Session:
         if broken:
             served = called.generation.message
             self.tally.counts["broken off"] += 1
+            self.tally.counts["broken off in a text"] += not served.get("tool_calls")
         owing = not self.leniency.off
         kept = self.understood(thread, served) if served and self.is_vouched and continued is None else served
         kept = None if not served or says(kept, served) else kept
@@ -253,6 +254,8 @@ class Session:
             entry = replace(entry, continues=self.rng.random() < 0.6)
         if continued is not None:
             thread.entries[-1] = self.join(continued, entry)
+            return
+        if broken and not any(served.get(name) for name in ("content", "reasoning", "tool_calls")):
             return
         entry = self.understand(thread, entry)
         for habit in thread.habits:

@@ -18,6 +18,7 @@ from tests.system.adversary.words import (
     safe,
     says,
     shown,
+    stripped,
     text_of,
     thoughts,
     without_text,
@@ -156,6 +157,16 @@ class SampledTurn:
     """Of a reply that its client left: the numbers of characters of its text up to the end of each call that the client received."""
     stop: str = ""
     """The stop string at which it ended."""
+    begins: tuple[int, int] | None = None
+    """Of a reply that was cut before its first call was complete: the numbers of characters before its reasoning, and before its text."""
+
+    begun: Message = field(default_factory=dict)
+    """The call within which it was cut, as its client received it."""
+
+    @property
+    def was_cut(self) -> bool:
+        """Whether its client received only the beginning, and may have kept less of that."""
+        return bool(self.ends) or self.begins is not None
 
     @property
     def thought(self) -> str:
@@ -176,11 +187,17 @@ class SampledTurn:
     def forms(self) -> dict[tuple[Any, ...], set[str]]:
         """The words with which it may come back, and its reasoning then.
 
-        Thinking that was cut off in the text may become reasoning. Of a reply that its client left, the first calls may come back alone.
+        Thinking that was cut off in the text may become reasoning. Of a reply that its client left, the first calls may come back alone, or
+        the beginning of its text, or of its thinking.
         """
         found: dict[tuple[Any, ...], set[str]] = {}
         calls = self.reply.get("tool_calls") or []
         cut = [{**self.reply, "tool_calls": calls[:n]} for n in range(1, len(self.ends))]
+        if self.was_cut:
+            text = text_of(self.reply)
+            alone = {"role": "assistant", "reasoning": self.thought}
+            cut += [{**alone, "content": text[:n]} for n in range(1, len(text) + 1) if stripped(text[:n])]
+            cut += [{**alone, "reasoning": self.thought[:n]} for n in range(len(self.thought) + 1)]
         for form in (self.reply, cut_thought(self.reply), self.kept, *cut):
             if form is not None:
                 found[meaning(form)] = found.get(meaning(form), set()) | thoughts(form)
@@ -241,7 +258,17 @@ class Tally:
 
     def table(self) -> str:
         """The counts, one per line."""
-        played = ("understood otherwise", "added to", "joined", "broken off", "kept", "budgets", "budgets unproven", "cut")
+        played = (
+            "understood otherwise",
+            "added to",
+            "joined",
+            "broken off",
+            "broken off in a text",
+            "kept",
+            "budgets",
+            "budgets unproven",
+            "cut",
+        )
         lines = [(name, self.counts[name]) for name in ("turns", "refused", "not read", "served otherwise", *played)]
         lines += [(f"  {name}", number) for name, number in self.matches.most_common()]
         lines += [(name, self.counts[name]) for name in (*NEVER, "no rendering", "owed", "not placed", "missed")]

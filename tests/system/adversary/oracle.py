@@ -30,7 +30,20 @@ from tests.support import invariants
 from tests.system.adversary.engine import RefusedError
 from tests.system.adversary.observed import Entry, Finding, SampledTurn, Span, Tally
 from tests.system.adversary.template_reading import reading_of
-from tests.system.adversary.words import DRAWN, arguments_of, bare, call_ids, meaning, safe, shown, text_of, understood_forms, without_text
+from tests.system.adversary.words import (
+    DRAWN,
+    arguments_of,
+    bare,
+    call_ids,
+    meaning,
+    safe,
+    shown,
+    stripped,
+    text_of,
+    thoughts,
+    understood_forms,
+    without_text,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -149,6 +162,8 @@ class Oracle:
             kept,
             called.generation.ends[1:] if called.generation.label == "abort" else (),
             called.generation.stop,
+            called.generation.begins if called.generation.label == "abort" and not called.generation.ends[1:] else None,
+            called.generation.begun,
         )
         self.turns[number] = said
         self.numbers[called.turn.id] = number
@@ -198,7 +213,7 @@ class Oracle:
         for span in spans:
             said = self.turns[span.turn].completion[span.offset :]
             there = called.prompt[span.start : span.end]
-            if self.turns[span.turn].ends:
+            if self.turns[span.turn].was_cut:
                 self._cut(span, there, entries[span.place].message if 0 <= span.place < len(entries) else {})
                 continue
             # A stop token other than the template's is replaced. A template that is followed may trim the text, or show no calls.
@@ -213,18 +228,38 @@ class Oracle:
                 self._find("false", f"tokens {span.start} to {span.end} are not those of turn {span.turn}")
 
     def _cut(self, span: Span, there: list[int], message: Message) -> None:
-        """Check that the tokens of a reply which its client left end with the last call that the message has.
+        """Check that the tokens of a reply which its client left end with the last call that the message has, or with its text.
 
         The client may have received more calls: Hermes drops one that stands twice, and nothing shows that the second had arrived.
         """
         said, decode = self.turns[span.turn], self.stack.renderer.words.decode
         calls = len(message.get("tool_calls") or ())
+        if not calls:
+            self._cut_text(span, there, message)
+            return
         end = said.ends[calls - 1] if 0 < calls <= len(said.ends) else 0
         text = decode(said.completion[: span.offset + len(there)])
         if there != said.completion[span.offset :][: len(there)] or text.rstrip() != decode(said.completion)[:end].rstrip():
             self._find(
                 "false", f"tokens {span.start} to {span.end} are not those of turn {span.turn} up to the end of call {calls}: {text!r}"
             )
+
+    def _cut_text(self, span: Span, there: list[int], message: Message) -> None:
+        """Check that the tokens of a reply which its client left end with the text of the message, or with its thinking.
+
+        Without either, the harness dropped the thinking, and the prompt may have any part of it.
+        """
+        said, decode = self.turns[span.turn], self.stack.renderer.words.decode
+        begins = said.begins or (0, 0)
+        text = decode(said.completion[: span.offset + len(there)])
+        own = {"role": "assistant", "content": text[begins[1] :] or None}
+        wanted, now = (meaning(message)[1], meaning(own)[1])
+        if said.begins is None:  # calls had arrived, and the message has none: the text before the first one
+            wanted, now = stripped(text_of(message)), stripped(text[-len(stripped(text_of(message))) :])
+        elif not wanted:
+            wanted, now = next(iter(thoughts(message)), ""), stripped(text[begins[0] :])
+        if there != said.completion[span.offset :][: len(there)] or (wanted and wanted != now):
+            self._find("false", f"tokens {span.start} to {span.end} are not those of turn {span.turn} up to {wanted!r}: {text!r}")
 
     def _thinking(self, called: Called, spans: Sequence[Span]) -> None:
         """In a session that follows the template, check that a reply has its thinking in the prompt if the template shows it there.
@@ -499,7 +534,7 @@ class Oracle:
         """The evidence that identifies a reply with certainty; `""` if there is none, or if the reply need not be recognised."""
         entry = entries[place]
         truth = self.truth(entry)
-        if truth is None or truth < self._kept or not entry.owed or self.turns[truth].ends:
+        if truth is None or truth < self._kept or not entry.owed or self.turns[truth].was_cut:
             return ""  # a reply whose client left is recognised in its place, if its template shows where each call ends
         if entry.handle and [other.handle for other in entries].count(entry.handle) > 1:
             return ""  # a handle on two replies identifies neither
@@ -517,6 +552,7 @@ class Oracle:
             and self._calls_as_written(own, entries)
             and self._words_as_written(own, entries)
             and not self._may_be_cut(entry, here, own)
+            and not self._may_be_text_of_cut(entry, here, own)
             and not self._may_be_understood(entry, here, own)
         ):
             return "place"
@@ -534,6 +570,7 @@ class Oracle:
             there = [said for said in self.turns.values() if len(said.entries) == place]
         if (
             self._may_be_cut(entry, [*self.turns.values()], own)
+            or self._may_be_text_of_cut(entry, [*after_same, *there], own)
             or self._may_be_understood(entry, after_same, own)
             or self._may_have_words(entry, after_same, own)
             or self._may_be_a_part(entry, [*after_same, *there], own)
@@ -555,9 +592,21 @@ class Oracle:
 
         Arguments that are no object may be the beginning of any.
         """
-        others = [said for said in turns if said.ends and said.number >= self._kept and said.completion != own.completion]
-        calls, begun = entry.message.get("tool_calls"), [said.reply["tool_calls"][0] for said in others]
+        others = [said for said in turns if said.was_cut and said.number >= self._kept and said.completion != own.completion]
+        calls = entry.message.get("tool_calls")
+        begun = [said.reply["tool_calls"][0] if said.ends else said.begun for said in others if said.ends or said.begun]
         return bool(calls) and any(_may_be(calls[0], call) for call in begun)
+
+    def _may_be_text_of_cut(self, entry: Entry, turns: Sequence[SampledTurn], own: SampledTurn) -> bool:
+        """Whether a message without calls may be what its client received of another reply."""
+        others = [said for said in turns if said.was_cut and said.number >= self._kept and said.completion != own.completion]
+        return not call_ids(entry.message) and any(self._text_began_with(said, entry) for said in others)
+
+    def _text_began_with(self, said: SampledTurn, entry: Entry) -> bool:
+        """Whether a reply that was cut began with the words of a message, or with its thinking if it has no others."""
+        text = self.stack.renderer.words.decode(said.completion)
+        words = meaning(entry.message)[1] or next(iter(entry.thoughts), "")
+        return bool(words) and words in text
 
     def _may_be_understood(self, entry: Entry, turns: Sequence[SampledTurn], own: SampledTurn) -> bool:
         """Whether some harness would make this message of the reply of another turn; it need not be the harness of this session."""

@@ -24,7 +24,7 @@ from multidict import CIMultiDict
 from tests.engine.template.more_kinds import ALL_KINDS
 from tests.system.adversary.engine import MODEL, Engine, Generation, Message, RefusedError, Renderer, read_message, template_arguments
 from tokencache.core.rules import Leniency, ToolNames
-from tokencache.core.turn import TurnMark
+from tokencache.core.verdict import CUT_OFF
 from tokencache.dialects.base import CallReader, DialectRequest, ParsedCall
 from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.dialects.chat.request import ChatCall, with_messages
@@ -195,7 +195,7 @@ class Stack:
     ) -> Called:
         """Serve one call, which the model answers with `reply` (an assistant's message as vLLM would parse it).
 
-        With `breaks`, the client leaves a stream after some of the calls in the reply, if it has any. It has received no answer then.
+        With `breaks`, the client leaves a stream within the reply, or the engine breaks it off. The client has received no answer then.
 
         Raises:
             HarnessError: the request cannot be read.
@@ -219,10 +219,10 @@ class Stack:
             await self.ledger.settle(begun, session, name, [])
             return called
         called.prompt, called.completion, called.generation = generation.prompt, generation.completion, generation
-        broken = breaks is not None and len(generation.ends) > 1
-        chunks = [data]
-        if breaks is not None and broken:
-            chunks = self.engine.break_off(generation, breaks.randrange(1, len(generation.ends)), breaks)
+        chunks, broken = [data], ""
+        if breaks is not None and generation.ends:
+            calls, broken = breaks.randrange(0, len(generation.ends)), breaks.choice(sorted(CUT_OFF))
+            chunks = self.engine.break_off(generation, calls, breaks) if calls else self.engine.break_off_text(generation, breaks)
             called.completion = generation.completion
         for chunk in chunks:
             heard.add(chunk)
@@ -234,16 +234,16 @@ class Stack:
         called.incidents = tuple(incident.kind for incident in recorded.incidents)
         return called
 
-    def _facts(self, call: BegunCall, begun: BeginResult | None, plan: Plan, model: Model, heard: Reply, *, broken: bool) -> CallFacts:
+    def _facts(self, call: BegunCall, begun: BeginResult | None, plan: Plan, model: Model, heard: Reply, *, broken: str) -> CallFacts:
         budget, weights = budget_of(call.chat.fields), VersionReading(UNREPORTED, NO_SALT)
         thinking = self.engine.thinking_marks() if budget is not None else None
         planned = PlannedCall(engine=self, model=model, plan=plan, weights=weights, budget=budget, thinking=thinking)  # type: ignore[arg-type]
-        judged, mark = judge_reply(heard, broken_off=broken), TurnMark.ABORTED if broken else ""
+        judged = judge_reply(heard, broken_off=bool(broken))
         if judged.whole:
             for choice in heard.choices.values():
                 model.observe(choice)
         epoch = begun.epoch if begun else ""
-        return CallFacts(call=call, epoch=epoch, planned=planned, reply=heard, judged=judged, mark=mark, ended=0.0)
+        return CallFacts(call=call, epoch=epoch, planned=planned, reply=heard, judged=judged, mark=broken, ended=0.0)
 
     async def forget(self, session: str) -> None:
         """Delete a session, and its part of the engine's ground-truth log."""

@@ -57,7 +57,7 @@ def test_there_is_no_violation(template, turns):
 def test_there_is_no_violation_in_sessions_that_follow_the_template(template):
     tally = run(FEW // 2, SEED, templates=[template], history="follow")
     assert not tally.guilty, "\n".join([tally.table(), *tally.shown(3)])
-    assert tally.reasons["resplice: thinking-dropped"] > FEW / 20
+    assert tally.reasons["resplice: thinking-dropped"] > FEW / 30
     # a text that the harness trimmed may begin or end within a token, and a call may be written otherwise than it was sampled: that is text
     assert tally.counts["not placed"] + tally.counts["missed"] <= tally.counts["owed"] / 2
 
@@ -941,7 +941,7 @@ async def test_a_reply_whose_client_left_ends_with_the_calls_in_the_message(monk
 
     monkeypatch.setattr(partial_reply, "tokens_of_calls", otherwise)
     stack, tally = Stack("Qwen2.5", seed=3), Tally()
-    oracle, last = Oracle(stack, 0, tally), SimpleNamespace(randrange=lambda _, stop: stop - 1)
+    oracle, last = Oracle(stack, 0, tally), SimpleNamespace(randrange=lambda _, stop: stop - 1, choice=min)
     calls = [CALL, {**CALL, "id": "functions.bash:1"}]
     called = await stack.call("s", dialects.write("chat", [Entry(ASK)], [], {}), {"content": "", "tool_calls": calls}, breaks=last)
     served = called.generation.message
@@ -952,6 +952,28 @@ async def test_a_reply_whose_client_left_ends_with_the_calls_in_the_message(monk
     entries = [Entry(ASK), Entry(kept, number, kept=kept if known else None, owed=False), *results]
     called = await stack.call("s", dialects.write("chat", entries, [], {}), {"content": "Done."})
     assert called.plan.match in {"continue", "resplice"}
+    oracle.judge(called, tuple(entries), scope="")
+    assert {kind for kind in NEVER if tally.counts[kind]} & {"false"} == found
+
+
+@pytest.mark.parametrize(("more", "found"), [(0, set()), (-1, {"false"}), (1, {"false"})])
+async def test_a_reply_that_was_cut_within_its_text_ends_with_the_text_in_the_message(monkeypatch, more, found):
+    delivered_tokens = partial_reply.delivered_tokens
+
+    async def otherwise(*given):
+        return await delivered_tokens(*given) + more
+
+    monkeypatch.setattr(partial_reply, "delivered_tokens", otherwise)
+    stack, tally, breaks = Stack("Qwen2.5", seed=3), Tally(), random.Random(8)
+    oracle, said = Oracle(stack, 0, tally), {"content": "I look at all of this, and then at that.", "tool_calls": [CALL]}
+    called = await stack.call("s", dialects.write("chat", [Entry(ASK)], [], {}), said, breaks=breaks)
+    served = called.generation.message
+    assert called.generation.begun
+    assert said["content"].startswith(served["content"])
+    number = oracle.judge(called, (Entry(ASK),), scope="")
+    entries = [Entry(ASK), Entry(served, number), Entry(ASK)]
+    called = await stack.call("s", dialects.write("chat", entries, [], {}), {"content": "Done."})
+    assert called.plan.reason == "interrupted"
     oracle.judge(called, tuple(entries), scope="")
     assert {kind for kind in NEVER if tally.counts[kind]} & {"false"} == found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -313,3 +314,24 @@ async def test_of_a_reply_without_its_thinking_no_call_is_left_out(text):
     assert kept == asked.completion[anchor.offset :]
     assert stack.renderer.words.decode(kept).count("<tool_call>") == 2
     assert called.plan.reason == "thinking-dropped"
+
+
+@pytest.mark.parametrize("inline", [False, True])
+async def test_a_thought_that_was_cut_does_not_keep_its_ids_where_the_template_omits_thinking(inline):
+    """In a session that follows the template. A harness may write it at the beginning of the text, and close it."""
+    stack = Stack("Qwen3", seed=3)
+    stack.history = "follow"
+    first: Message = {"role": "assistant", "content": "I look.", "reasoning": "hm"}
+    said: Message = {**first, "reasoning": "Now I look at all of it, and then I ask."}
+    history = [user("Look.")]
+    await stack.call("s", json.dumps({"model": "m", "messages": history}).encode(), first)
+    history += [first, user("Go on.")]
+    cut = await stack.call("s", json.dumps({"model": "m", "messages": history}).encode(), said, breaks=random.Random(1))
+    assert cut.generation is not None
+    thought = cut.generation.message["reasoning"]
+    assert said["reasoning"].startswith(thought)
+    own = {"content": f"<think>\n{thought}\n</think>\n\n"} if inline else {"content": "", "reasoning": thought}
+    history += [{"role": "assistant", **own}, user("And now?")]
+    called = await stack.call("s", json.dumps({"model": "m", "messages": history}).encode(), {"role": "assistant", "content": "Done."})
+    assert called.turn is not None
+    assert ([anchor.place for anchor in called.turn.anchors], called.plan.reason) == ([1], "thinking-dropped")

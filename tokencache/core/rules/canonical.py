@@ -103,8 +103,8 @@ CANONICAL: tuple[Rule, ...] = (
         kind="canonical",
         verdict="rewritten",
         harnesses=("Claude Code", "Codex", "any that keeps what it received"),
-        what="a text that ends where the harness disconnected, if it is what was sent up to an event, and a token ends there; or a reply "
-        "that ends after a complete call, if the stream was cut after that call",
+        what="a text that ends where the stream was cut, or before the first call, if it is what was sent up to an event, and a token ends "
+        "there; or a reply that ends after a complete call, if the stream was cut after it",
         source=f"{_CAPTURED}: Esc after 44 of 136 events, 180 of 180 characters were returned",
         part="text",
     ),
