@@ -16,6 +16,7 @@ from tokencache.core.turn import TurnMark
 from tokencache.store.file import FileStore
 from tokencache.store.memory import MemoryStore
 from tokencache.store.redis import RedisStore
+from tokencache.testing import SimulatedEngine
 from tokencache.trajectories.formats.registry import FORMATS
 from tokencache.trajectories.verify import verify
 
@@ -244,3 +245,22 @@ async def test_a_session_that_expires_leaves_its_tokens_to_forks(tmp_path):
     for fork in forks:
         assert (await store.prefix(fork, "a")).ids == root.prefix
     await store.close()
+
+
+SAME_WORDS = {"y": ["<think>\nSame words.\n</think>\n\nThe very same words of a reply.", "Done."]}
+
+
+async def test_a_retry_that_the_fork_does_not_share_casts_no_doubt_on_the_reply_that_it_shares():
+    """Both have the same words, in different tokens, and the second one is stored as what it adds to the first one."""
+    async with proxied(SimulatedEngine(episodes=SAME_WORDS, seed=5), dedup="off") as rig, AsyncClient(rig.url) as client:
+        asked = [user("EPISODE:y " + "a long question " * 20)]
+        await rig.say("s", asked)
+        reply = await rig.say("s", asked)
+        discarded, kept = await rig.store.turns("s")
+        assert (kept.base, discarded.served) == (discarded.id, kept.served)
+        assert discarded.completion_hash != kept.completion_hash
+        await client.fork("s", kept.id, "f")
+        await rig.say("f", [*asked, echo(reply), user("Go on.")])
+        shared, _, own = await rig.store.turns("f")
+        assert shared.marks == (TurnMark.SHARED, TurnMark.NOT_IN_HISTORY)
+        assert (own.match, own.parent) == ("continue", kept.id)

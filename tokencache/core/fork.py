@@ -1,6 +1,6 @@
 """Finds the turns that a session shares with a fork of it, and marks them as not the fork's own."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -8,9 +8,10 @@ from tokencache.core.turn import Turn, TurnMark
 
 
 def turns_to_share(turns: Sequence[Turn], last: str) -> list[Turn]:
-    """Return the records of a fork after the turn `last`: this turn, and all that its prompt and its request refer to.
+    """Return the records of a fork after the turn `last`: this turn, and all that its prompt, its request and its storage refer to.
 
-    They have the mark `shared` and no log probabilities, so the fork does not train their tokens (`TurnMark.SHARED`).
+    They have the mark `shared` and no log probabilities, so the fork does not train their tokens (`TurnMark.SHARED`). Those that only the
+    storage refers to, such as a retry that was discarded, have the mark `not-in-history`, too: no call of the fork continues them.
 
     Args:
         turns: the turns of the session, in the order in which they were recorded.
@@ -20,15 +21,25 @@ def turns_to_share(turns: Sequence[Turn], last: str) -> list[Turn]:
         KeyError: there is no such turn.
     """
     by_id = {turn.id: turn for turn in turns}
-    needed, left = set(), [by_id[last].id]
+    history = _reached(by_id, by_id[last].id, _in_history)
+    needed = _reached(by_id, last, lambda turn: (*_in_history(turn), turn.base, turn.context_base))
+    return [_shared(turn, in_history=turn.id in history) for turn in turns if turn.id in needed]
+
+
+def _in_history(turn: Turn) -> tuple[str | None, ...]:
+    return turn.parent, turn.origin, *(anchor.turn for anchor in turn.anchors)
+
+
+def _reached(turns: Mapping[str, Turn], first: str, named_by: Callable[[Turn], Iterable[str | None]]) -> set[str]:
+    """Return the ids of the turns that a turn refers to, directly or through others, and its own."""
+    found, left = set[str](), [first]
     while left:
-        turn = by_id[left.pop()]
-        needed.add(turn.id)
-        named = {turn.parent, turn.origin, turn.base, turn.context_base, *(anchor.turn for anchor in turn.anchors)}
-        left += [name for name in named if name is not None and name in by_id and name not in needed]
-    return [_shared(turn) for turn in turns if turn.id in needed]
+        found.add(name := left.pop())
+        left += [other for other in named_by(turns[name]) if other is not None and other in turns and other not in found]
+    return found
 
 
-def _shared(turn: Turn) -> Turn:
-    marks = turn.marks if TurnMark.SHARED in turn.marks else (*turn.marks, TurnMark.SHARED)
-    return msgspec.structs.replace(turn, marks=marks, logprobs_hash=b"", logprob_kind="")
+def _shared(turn: Turn, *, in_history: bool) -> Turn:
+    marks = [mark for mark in turn.marks if mark not in {TurnMark.SHARED, TurnMark.NOT_IN_HISTORY}]
+    marks += [TurnMark.SHARED] if in_history else [TurnMark.SHARED, TurnMark.NOT_IN_HISTORY]
+    return msgspec.structs.replace(turn, marks=tuple(marks), logprobs_hash=b"", logprob_kind="")

@@ -67,6 +67,10 @@ class TurnMark(Described):
             "and mask 0"
         ),
     )
+    NOT_IN_HISTORY = (
+        "not-in-history",
+        "a fork has it only because a turn that it shares is stored as what it adds to this one; no call of the fork continues it",
+    )
     NOT_TRAINABLE = (
         "not-trainable",
         (

@@ -13,7 +13,7 @@ from tokencache.core.evidence import PlacedReply
 from tokencache.core.media import PlacedMedia
 from tokencache.core.messages import Message
 from tokencache.core.reasons import Reason
-from tokencache.core.turn import Anchor, MatchKind, Turn
+from tokencache.core.turn import Anchor, MatchKind, Turn, TurnMark
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.drivers.base import ExactPrompt, LastReply
 from tokencache.engine.earlier_thoughts import Part
@@ -158,8 +158,8 @@ class PlanningContext(msgspec.Struct, frozen=True):
         return "" if await self.model.renders_alike(self.call.args) else Reason.RENDERINGS_DIFFER
 
     async def turns(self) -> dict[str, Turn]:
-        """Read all turns of the session, by their ids."""
-        return {turn.id: turn for turn in await self.store.turns(self.session)}
+        """Read all turns of the session's history, by their ids."""
+        return {turn.id: turn for turn in await self.store.turns(self.session) if TurnMark.NOT_IN_HISTORY not in turn.marks}
 
     async def placed_replies(self, turn: Turn) -> tuple[PlacedReply, ...]:
         """List the replies in a turn's prompt.

@@ -638,9 +638,9 @@ class Store(Protocol):
     async def share(self, session: str, source: str, turns: Sequence[Turn]) -> None:
         """Record turns of another session in one without turns, which was defined: a fork.
 
-        Only their records and look-up keys are written. Both sessions read the same tokens and contexts, here without log probabilities.
-        Neither the deletion nor the expiry of one session takes them from the other. The calls and the sampled tokens of these turns count
-        in the fork (`BeginResult`), as it is one episode with them.
+        Only their records and look-up keys are written, and no keys of those that are not in its history (`core.fork`). Both sessions read
+        the same tokens and contexts, here without log probabilities. Neither the deletion nor the expiry of one session takes them from the
+        other. The calls and the sampled tokens of these turns count in the fork (`BeginResult`), as it is one episode with them.
 
         Args:
             session: the fork.

@@ -18,7 +18,7 @@ from tokencache.core.match import Hit
 from tokencache.core.media import StoredMedium
 from tokencache.core.outcome import LatestTurn, Outcome
 from tokencache.core.session import REWARDS_KEPT, LabelChanges, Labels, Reward, SessionSettings
-from tokencache.core.turn import Prefix, Tokens, Turn
+from tokencache.core.turn import Prefix, Tokens, Turn, TurnMark
 from tokencache.core.weights import WeightsState
 from tokencache.recent import Expiring
 from tokencache.store import base, pruning
@@ -85,8 +85,9 @@ class _Session:
             self.sampled += turn.completion_tokens
         self.continued |= {turn.parent for turn in turns if turn.parent is not None}
         self.begun += len({turn.call for turn in turns})
+        history = {turn.id for turn in turns if TurnMark.NOT_IN_HISTORY not in turn.marks}
         for key, found in source.index.items():
-            if kept := [turn for turn in found if turn in self.turns]:
+            if kept := [turn for turn in found if turn in history]:
                 self.index[key] = kept
                 self.bytes += len(key)
 

@@ -12,7 +12,7 @@ async def fork(store: Store, source: str, *turns: Turn) -> str:
     """Fork a session after some of its turns."""
     session = name_of("fork")
     await store.define(session, SessionSettings(), Labels())
-    await store.share(session, source, [replace(turn, marks=("shared",)) for turn in turns])
+    await store.share(session, source, [replace(turn, marks=("shared", *turn.marks)) for turn in turns])
     return session
 
 
@@ -44,6 +44,10 @@ async def check_forks(store: Store) -> None:
     same(await store.tokens(session, ["d"]), {"d": own.entry.tokens}, "its own tokens")
     same([turn.id for turn in await store.turns(source)], ["a", "b", "c"], "turns of the session that was left")
     true((await store.tokens(source, ["b"]))["b"].logprobs, "which keeps its log probabilities")
+    stored = await fork(store, source, replace(root.turn, marks=("not-in-history",)), left.turn)
+    found = await store.find(stored, [b"ca", b"cb", b"same"])
+    same([[hit.turn.id for hit in hits] for hits in found], [[], ["b"], ["b"]], "hits without a turn that is not in its history")
+    same((await store.prefix(stored, "b")).ids, left.prefix, "prefix that begins with the tokens of that turn")
 
 
 async def check_forks_outlive(store: Store) -> None:

@@ -16,7 +16,7 @@ from tokencache.core.match import Hit
 from tokencache.core.media import StoredMedium
 from tokencache.core.outcome import LatestTurn, Outcome
 from tokencache.core.session import REWARDS_KEPT, LabelChanges, Labels, Reward, SessionSettings
-from tokencache.core.turn import Prefix, Tokens, Turn
+from tokencache.core.turn import Prefix, Tokens, Turn, TurnMark
 from tokencache.core.weights import WeightsState
 from tokencache.store import base
 from tokencache.store.clock import NOT_USED, ClockWatch
@@ -736,7 +736,8 @@ def _share(db: sqlite3.Connection, number: int, other: int, turns: Sequence[Turn
             raise KeyError(turn.id)
         insert = "INSERT INTO turns (session, turn, record, shares) VALUES (?, ?, ?, ?) RETURNING n"
         (n,) = db.execute(insert, (number, name, pack(turn), found["own"])).fetchone()
-        db.execute("INSERT INTO hits SELECT ?, key, ? FROM hits WHERE session = ? AND n = ?", (number, n, other, found["n"]))
+        if TurnMark.NOT_IN_HISTORY not in turn.marks:
+            db.execute("INSERT INTO hits SELECT ?, key, ? FROM hits WHERE session = ? AND n = ?", (number, n, other, found["n"]))
         db.execute("UPDATE turns SET continued = 1 WHERE session = ? AND turn = ?", (number, text(turn.parent or "")))
     counts = len(turns), len({turn.call for turn in turns}), sum(turn.completion_tokens for turn in turns)
     db.execute("UPDATE sessions SET turns = ?, begun = begun + ?, sampled = sampled + ? WHERE id = ?", (*counts, number))

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from tokencache.core.turn import Turn
+from tokencache.core.turn import Turn, TurnMark
 from tokencache.store.base import SessionGoneError, SessionInfo
 from tokencache.store.clock import monotonic
 from tokencache.store.encoding import pack, text, untext
@@ -66,9 +66,13 @@ class Forks:
         packed: list[bytes] = []
         for turn, field, reference in zip(turns, named, reply[: len(turns)], strict=True):
             packed += [field, b"" if turn.parent is None else turn_field(turn.parent), pack(turn), reference or own]
+        history = {b"%d" % place for place, turn in enumerate(turns, 1) if TurnMark.NOT_IN_HISTORY not in turn.marks}
+        for key, places in zip(reply[len(turns) :: 2], reply[len(turns) + 1 :: 2], strict=True):
+            if kept := [place for place in places.split() if place in history]:
+                packed += key, b" ".join(kept)
         counts = len({turn.call for turn in turns}), sum(turn.completion_tokens for turn in turns), len(turns)
         keys, head = [self._keys.session(fork.id)], (self._ttl, text(fork.epoch), *counts)
-        if not await self._script("share", scripts.JOIN_SHARED, keys, *head, *packed, *reply[len(turns) :]):
+        if not await self._script("share", scripts.JOIN_SHARED, keys, *head, *packed):
             raise SessionGoneError(fork.id)
 
     async def follow(self, script: str, turns: Sequence[str], values: list[bytes], width: int) -> None:
