@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from tests.support.waiting import PATIENCE
 from tokencache.pauses import LARGE, MESSAGES, parts_of, pause
 
 
@@ -33,7 +34,7 @@ async def test_a_cancelled_pause_holds_up_no_other() -> None:
     await asyncio.sleep(0)
     for task in waiting[::2]:
         task.cancel()
-    results = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 10)
+    results = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), PATIENCE)
     assert [isinstance(result, asyncio.CancelledError) for result in results] == [True, False, True, False, True]
     await pause()
 

@@ -11,6 +11,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING
 
+from tests.support.waiting import PATIENCE
 from tokencache.adapters.load import load_all
 
 if TYPE_CHECKING:
@@ -83,8 +84,9 @@ class Machine:
         return {**kept, "PATH": str(self.bin), "HOME": str(self.home), "COLUMNS": "200"}
 
     def tokencache(self, *args: str, stdin: str = "", **more: str) -> subprocess.CompletedProcess[str]:
+        env = {**self.env, **more}
         return subprocess.run(
-            [*COMMAND, *args], env={**self.env, **more}, cwd=self.work, input=stdin, capture_output=True, text=True, timeout=60, check=False
+            [*COMMAND, *args], env=env, cwd=self.work, input=stdin, capture_output=True, text=True, timeout=PATIENCE, check=False
         )
 
     @property

@@ -6,13 +6,14 @@ import zipfile
 from pathlib import Path
 
 from tests.adapters.kit import SHIPPED
+from tests.support.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_an_installed_package_has_them(tmp_path):
     build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=PATIENCE)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")

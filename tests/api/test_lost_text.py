@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from tests.proxy.kit import CALL, THOUGHT, TOOLS, proxied, results, user
+from tests.support.waiting import PATIENCE
 from tokencache.api.lost_text import LostTextMeter
 from tokencache.client import AsyncClient
 from tokencache.core.lost_text import LostText
@@ -74,6 +75,6 @@ async def test_what_is_missing_of_a_reply_that_was_broken_off_was_not_dropped(ri
     await talk(rig, "s")
     first, second = await rig.store.turns("s")
     tokens = await rig.store.tokens("s", [first.id, second.id])
-    meter = LostTextMeter(rig.proxy.pool, timeout=10)
+    meter = LostTextMeter(rig.proxy.pool, timeout=PATIENCE)
     aborted = msgspec.structs.replace(first, marks=("aborted",))
     assert await meter.measure([aborted, second], tokens) == {first.id: LostText(unknown="broken-off"), second.id: LostText()}

@@ -10,7 +10,7 @@ from tests.api.test_lifecycle import SESSIONS, InFlight, call, refused, say
 from tests.proxy.kit import CHAT, HEADER, proxied, user
 from tests.proxy.test_client_gone import leave_after
 from tests.proxy.test_store_faults import Flaky
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from tokencache.batching import group_advantages, select
 from tokencache.core.incidents import IncidentKind
 from tokencache.proxy.dedup import lost_calls
@@ -131,7 +131,7 @@ async def test_a_call_that_the_harness_left_is_made_up_for_by_a_later_one_that_i
 
 @pytest.mark.parametrize("repeated", [False, True])
 async def test_a_harness_that_leaves_before_an_engine_takes_its_call(repeated):
-    async with proxied(hold=60.0) as rig:
+    async with proxied(hold=PATIENCE) as rig:
         await say(rig)
         rig.engine.faults.extend([Fault.answer(503, "{}")] * 200)
         asking = asyncio.create_task(say(rig))

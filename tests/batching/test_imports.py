@@ -5,12 +5,14 @@ import sys
 
 import pytest
 
+from tests.support.waiting import PATIENCE
+
 FORBIDDEN = {"aiohttp", "asyncio", "httpx2", "redis", "torch"} | {f"tokencache.{name}" for name in ("api", "client", "engine", "proxy")}
 
 
 def loaded_by(module):
     program = f"import sys, {module}; print(*sys.modules)"
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=30)
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=PATIENCE)
     return set(ran.stdout.split())
 
 

@@ -8,6 +8,7 @@ import pytest
 from tests.client.both import KINDS, Wrapped
 from tests.client.test_client import chat, left
 from tests.proxy.kit import proxied
+from tests.support.waiting import PATIENCE
 from tokencache.batching import max_lag, select
 from tokencache.client import (
     AsyncClient,
@@ -69,7 +70,7 @@ async def test_a_part_of_a_group_says_what_is_missing_and_what_is_valid(client):
     await client.create("a3", group="a")
     with pytest.raises(RefusedError, match=r"422.*`min_group` 4 is larger than `group_size` 3"):
         await anext(client.follow("trainer", group_size=3, min_group=4, group_timeout=0.01))
-    delivery = await anext(client.follow("trainer", group_size=3, min_group=2, group_timeout=0.01, rewarded=True, timeout=20))
+    delivery = await anext(client.follow("trainer", group_size=3, min_group=2, group_timeout=0.01, rewarded=True, timeout=PATIENCE))
     assert [one.session for one in delivery.sessions] == ["a1", "a2"]
     assert (delivery.missing, delivery.valid) == (1, ["a1"])
     assert [one.valid for one in delivery.trajectories] == [True, False]
@@ -136,7 +137,7 @@ async def test_other_formats_and_limits_of_length(client):
 
 
 async def test_it_waits_for_rollouts_that_finish_later(client):
-    coming = asyncio.create_task(anext(client.follow("trainer", timeout=20)))
+    coming = asyncio.create_task(anext(client.follow("trainer", timeout=PATIENCE)))
     await asyncio.sleep(0)
     await rollouts(client, "a")
     assert (await coming).sessions[0].session == "a"

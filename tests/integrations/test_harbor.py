@@ -26,6 +26,7 @@ from harbor.models.trial.result import TrialResult
 
 from tests.integrations.kit import truth
 from tests.proxy.kit import proxied, user
+from tests.support.waiting import PATIENCE
 from tokencache.client import AsyncClient
 from tokencache.integrations.harbor import TokencacheAgent, TokencachePlugin, rollout_details
 from tokencache.testing import SimulatedEngine
@@ -120,7 +121,7 @@ async def test_a_job(tmp_path):
             assert result.agent_result.n_output_tokens  # Terminus-2's own figures are still there
             assert json.loads((trial / "tokencache" / "session.json").read_text())["reward"] == 1.0
         assert set(map(tuple, ids)) <= set(truth(rig.engine))
-        async for delivery in client.follow("trainer", group_size=2, rewarded=True, timeout=10):
+        async for delivery in client.follow("trainer", group_size=2, rewarded=True, timeout=PATIENCE):
             assert (delivery.group, [one.reward for one in delivery.trajectories]) == (group, [1.0, 1.0])
             break
 

@@ -9,7 +9,7 @@ import pytest
 from tests.proxy.kit import CALLS, CHAT, EPISODES, HEADER, THOUGHT, TOOLS, assembled, proxied, user
 from tests.proxy.test_several_engines import Fleet
 from tests.proxy.test_several_engines import serving as all_serve
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from tokencache.core import ids
 from tokencache.proxy import continuation
 from tokencache.testing import Fault, SimulatedEngine, completion, derender
@@ -29,7 +29,7 @@ def _at_once(monkeypatch):
 
 @pytest.fixture
 async def rig():
-    async with proxied(SimulatedEngine(episodes=ALL, seed=7, derenders=True), hold=60) as found:
+    async with proxied(SimulatedEngine(episodes=ALL, seed=7, derenders=True), hold=PATIENCE) as found:
         yield found
 
 
@@ -257,7 +257,7 @@ async def test_an_unsafe_request_is_sampled_again(rig, more):
 
 
 async def test_pass_gives_the_harness_what_the_engine_sent():
-    async with proxied(SimulatedEngine(episodes=ALL, seed=7, derenders=True), hold=60, aborted="pass") as rig:
+    async with proxied(SimulatedEngine(episodes=ALL, seed=7, derenders=True), hold=PATIENCE, aborted="pass") as rig:
         rig.engine.faults.append(Fault.abort(9))
         _, answer = await rig.post("s", **ASK)
         assert answer["choices"][0]["finish_reason"] == "abort"
@@ -319,7 +319,7 @@ async def test_a_client_that_leaves_while_its_reply_is_continued(rig, monkeypatc
 
 
 async def test_without_derender_nothing_changes():
-    async with proxied(SimulatedEngine(episodes=ALL, seed=7), hold=60) as rig:
+    async with proxied(SimulatedEngine(episodes=ALL, seed=7), hold=PATIENCE) as rig:
         rig.engine.faults.append(Fault.abort(9))
         _, answer = await rig.post("s", **ASK)
         assert said(answer, stream=False) == EXPECTED
@@ -345,7 +345,7 @@ async def test_a_stream_has_the_ids_that_its_harness_requested(rig):
 async def two():
     """Two engines of one kind; the rig's engine has the log of both."""
     fleet = Fleet([SimulatedEngine(episodes=ALL, seed=seed, derenders=True, token_delay=0.002) for seed in (7, 8)])
-    async with fleet, proxied(upstream=",".join(fleet.urls), hold=60) as rig:
+    async with fleet, proxied(upstream=",".join(fleet.urls), hold=PATIENCE) as rig:
         await all_serve(rig, 2)
         rig.engine = fleet
         yield rig
@@ -406,7 +406,7 @@ async def _lengths(policy, abort_chance, replies):
     """Lengths of replies to a harness, where each token may be the last before an abort."""
     engine = SimulatedEngine(seed=7, derenders=True)
     engine.replies = _Sampler(engine.tokenizer, 5)
-    async with proxied(engine, hold=60, aborted=policy) as rig:
+    async with proxied(engine, hold=PATIENCE, aborted=policy) as rig:
         chance = random.Random(3)
         engine.choose_fault = lambda route, _body: (
             Fault.abort(int(chance.expovariate(abort_chance))) if route == CHAT and abort_chance else None

@@ -3,7 +3,7 @@
 import asyncio
 
 from tests.proxy.kit import HEADER, proxied
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from tokencache.testing import SimulatedEngine
 from tokencache.testing.errors import RefusalResponse
 
@@ -55,7 +55,7 @@ async def test_a_call_that_waits_for_its_engine_is_rendered_as_the_template_acce
     """What is known of an engine that is away still holds."""
     monkeypatch.setattr("tokencache.proxy.dispatch.FIRST_PAUSE", 0.01)
     engine = SystemFirst(episodes={"talk": [f"<think>\nhm\n</think>\n\nNumber {n}." for n in range(4)]}, seed=3)
-    async with proxied(engine, hold=30) as rig:
+    async with proxied(engine, hold=PATIENCE) as rig:
         history = [*FIRST, await ask(rig, FIRST), REMINDER, {"role": "user", "content": "and?"}]
         await until(lambda: known(rig))
         engine.pause()

@@ -8,7 +8,7 @@ from aiohttp import web
 from tests.proxy.kit import EPISODES, proxied
 from tests.proxy.test_several_engines import ASK, SESSIONS, TOOLS, episode, fleet, serving
 from tests.proxy.test_store_faults import Flaky
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from tokencache.engine.pool import preference
 from tokencache.store.memory import MemoryStore
 from tokencache.testing import SimulatedEngine
@@ -17,7 +17,7 @@ from tokencache.testing import SimulatedEngine
 @contextlib.asynccontextmanager
 async def two_replicas():
     store = MemoryStore()
-    async with fleet(store=store) as (one, made), proxied(upstream=",".join(made.urls), store=store, hold=30) as two:
+    async with fleet(store=store) as (one, made), proxied(upstream=",".join(made.urls), store=store, hold=PATIENCE) as two:
         two.engine = made
         await serving(two, 3)
         yield one, two, made

@@ -7,7 +7,7 @@ import pytest
 
 from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, calls_held, echo, proxied, results, user
 from tests.support.plugin_engine import PluginEngine
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from tokencache.core.weights import MIXED
 from tokencache.proxy import dispatch
 from tokencache.store.base import StoreError
@@ -28,7 +28,7 @@ async def trained(**settings):
     """An engine in development mode with the weights `v1`, and the proxy before it."""
     engine = PluginEngine(episodes=EPISODES, seed=7, dev_mode=True, token_delay=settings.pop("token_delay", 0.0))
     engine.weights.loaded = "v1"
-    async with proxied(engine, hold=settings.pop("hold", 30), **settings) as rig:
+    async with proxied(engine, hold=settings.pop("hold", PATIENCE), **settings) as rig:
         yield rig
 
 

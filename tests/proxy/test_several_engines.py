@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from tests.engine.intermediary import Intermediary
 from tests.ports import free_port
 from tests.proxy.kit import EPISODES, HEADER, TOOLS, echo, proxied, results, user
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from tokencache import cli
 from tokencache.config import Settings, names_in
 from tokencache.engine.pool import preference
@@ -72,7 +72,7 @@ def _briskly(monkeypatch):
 async def fleet(*engines, serve=None, **settings):
     """A proxy before engines (three alike, if none are given), once all of those in `serve` (all of them) serve."""
     engines = engines or [SimulatedEngine(episodes=EPISODES, seed=7) for _ in range(3)]
-    async with Fleet(list(engines)) as made, proxied(upstream=",".join(made.urls), hold=30, **settings) as rig:
+    async with Fleet(list(engines)) as made, proxied(upstream=",".join(made.urls), hold=PATIENCE, **settings) as rig:
         rig.engine = made
         await serving(rig, len(engines) if serve is None else serve)
         yield rig, made

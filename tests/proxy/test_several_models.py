@@ -12,6 +12,7 @@ from tests.proxy.test_engines_added import request
 from tests.proxy.test_several_engines import Fleet, ready, serving
 from tests.proxy.traffic import Harness
 from tests.support import invariants
+from tests.support.waiting import PATIENCE
 from tokencache.batching.selection import select
 from tokencache.client import AsyncClient
 from tokencache.proxy import dispatch
@@ -36,7 +37,7 @@ def engine(model, seed=7, **more):
 
 
 @contextlib.asynccontextmanager
-async def served(*models, hold=30, **settings):
+async def served(*models, hold=PATIENCE, **settings):
     """A proxy before an engine for each of these models, once all serve."""
     made = [engine(model, seed) for seed, model in enumerate(models)]
     async with Fleet(made) as fleet, proxied(upstream=",".join(fleet.urls), hold=hold, **settings) as rig:
@@ -106,7 +107,7 @@ async def say_without_model(rig, messages):
 async def test_a_call_without_a_model_continues_no_other_models_reply():
     """The first group serves it; which one that is changes when the first engine comes up last, or is removed."""
     port = free_port()
-    async with Fleet([engine(JUDGE)]) as fleet, proxied(upstream=f"http://127.0.0.1:{port},{fleet.urls[0]}", hold=30) as rig:
+    async with Fleet([engine(JUDGE)]) as fleet, proxied(upstream=f"http://127.0.0.1:{port},{fleet.urls[0]}", hold=PATIENCE) as rig:
         await serving(rig, 1)
         messages = await say_without_model(rig, await say_without_model(rig, ASK))
         async with engine(POLICY).serve(port=port):
@@ -124,7 +125,7 @@ async def test_no_other_model_continues_a_broken_reply_of_a_call_without_a_model
     port, first = free_port(), iter([True])
     judge = engine(JUDGE, derenders=True)
     judge.choose_fault = lambda _, body: Fault.abort(5) if body.get("messages") == ASK and next(first, False) else None
-    async with judge.serve() as up, proxied(upstream=f"http://127.0.0.1:{port},{up}", hold=30) as rig:
+    async with judge.serve() as up, proxied(upstream=f"http://127.0.0.1:{port},{up}", hold=PATIENCE) as rig:
         await serving(rig, 1)
         piece, policy = Dispatch.next_piece, engine(POLICY, derenders=True)
         async with contextlib.AsyncExitStack() as stack:
@@ -336,7 +337,7 @@ async def test_a_model_whose_engine_is_gone_waits_for_it_and_never_uses_another(
 async def test_an_engine_that_was_never_seen_may_serve_the_model():
     """Engines take minutes to load: a call of the second model waits for its engine, also before it was ever probed."""
     port = free_port()
-    async with Fleet([engine(POLICY)]) as fleet, proxied(upstream=f"{fleet.urls[0]},http://127.0.0.1:{port}", hold=30) as rig:
+    async with Fleet([engine(POLICY)]) as fleet, proxied(upstream=f"{fleet.urls[0]},http://127.0.0.1:{port}", hold=PATIENCE) as rig:
         await serving(rig, 1)
         call = asyncio.create_task(rig.say("s", ASK, model=JUDGE))
         await rig.say("s", ASK, model=POLICY)

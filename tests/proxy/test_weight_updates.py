@@ -31,7 +31,7 @@ def _briskly(monkeypatch):
 
 @pytest.fixture
 async def held():
-    async with proxied(hold=30) as rig:
+    async with proxied(hold=PATIENCE) as rig:
         yield rig
 
 
@@ -100,7 +100,7 @@ async def test_a_paused_engine_is_waited_for(held, stream):
 async def test_an_engine_that_is_restarted_between_two_turns(port, stream):
     """Nothing of the session is in the engine: the new process continues what the old one began, on the exact ids."""
     old, new = SimulatedEngine(episodes=EPISODES, seed=7), SimulatedEngine(episodes=EPISODES, seed=8)
-    async with proxied(upstream=f"http://127.0.0.1:{port}", hold=30) as rig:
+    async with proxied(upstream=f"http://127.0.0.1:{port}", hold=PATIENCE) as rig:
         async with old.serve(port=port):
             more = await begun(rig)
         before = calls_held("down")
@@ -140,7 +140,7 @@ async def test_a_stream_is_kept_alive_meanwhile(dialect, end):
     """Its head leaves before any engine took the call; what comes then, comes within the stream."""
     path, body, sign = DIALECTS[dialect]
     stream = {} if dialect == "gemini" else {"stream": True}
-    async with proxied(hold=30, keep_alive=0.01) as rig:
+    async with proxied(hold=PATIENCE, keep_alive=0.01) as rig:
         rig.engine.pause()
         async with asyncio.timeout(PATIENCE), rig.http.post(rig.url + path, json=body | stream, headers={HEADER: "s"}) as answer:
             assert answer.status == 200
@@ -296,7 +296,7 @@ async def test_an_engine_that_is_paused_when_it_is_probed_is_not_taken_for_less(
     """A refusal says nothing about what an engine can do: the call waits, and so does the verdict."""
     engine = SimulatedEngine(episodes=EPISODES, seed=7)
     engine.pause()
-    async with proxied(upstream=f"http://127.0.0.1:{port}", hold=30) as rig, engine.serve(port=port):
+    async with proxied(upstream=f"http://127.0.0.1:{port}", hold=PATIENCE) as rig, engine.serve(port=port):
         call = asyncio.create_task(rig.say("s", **ASK))
         await engine.until(lambda: len(engine.requests) > 2)
         engine.resume()
@@ -311,7 +311,7 @@ async def test_replies_taken_whole_are_never_shown_half(dialect):
     """With `whole_replies` a harness that streams sees no abort at all, however far the reply had come."""
     path, body, _ = DIALECTS[dialect]
     stream = {} if dialect == "gemini" else {"stream": True}
-    async with proxied(hold=30, whole_replies=True) as rig:
+    async with proxied(hold=PATIENCE, whole_replies=True) as rig:
         rig.engine.faults.append(Fault.abort(9))
         async with rig.http.post(rig.url + path, json=body | stream, headers={HEADER: "s"}) as answer:
             assert (answer.status, answer.content_type) == (200, "text/event-stream")

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 import tokencache.trajectories
+from tests.support.waiting import PATIENCE
 
 FORBIDDEN = {"aiohttp", "asyncio", "httpx2", "redis"} | {f"tokencache.{name}" for name in ("adapters", "api", "client", "engine", "proxy")}
 MODULES = [module.name for module in pkgutil.walk_packages(tokencache.trajectories.__path__, "tokencache.trajectories.")]
@@ -15,7 +16,7 @@ MODULES = [module.name for module in pkgutil.walk_packages(tokencache.trajectori
 def loaded_by(module):
     """Import a module in a fresh interpreter; returns the forbidden modules that this loads."""
     program = f"import sys, {module}; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=30).stdout.split()
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=PATIENCE).stdout.split()
     return FORBIDDEN & set(loaded)
 
 

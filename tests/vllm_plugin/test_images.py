@@ -1,11 +1,13 @@
 """Exact prompts with images: what is accepted, and what is refused, in a small stand-in for vLLM 0.32."""
 
+import functools
 import logging
 import sys
 import types
 
 import pytest
 
+from tests.vllm_plugin import kit
 from tests.vllm_plugin.kit import BadRequestError, tokens_input
 from tokencache_vllm import entry
 from tokencache_vllm.images import MEMBER, patch_images
@@ -119,18 +121,8 @@ def vllm(*, processor=Processor, preprocess=None, **members):
     return lambda name: types.SimpleNamespace(**modules[name])
 
 
-async def _preprocess_chat(  # noqa: PLR0917 - vLLM's
-    self,
-    request,
-    messages,
-    default_template,
-    default_template_content_format,
-    default_template_kwargs,
-    tool_dicts=None,
-    parser=None,
-    *,
-    skip_mm_cache=False,
-):
+@functools.wraps(kit.Renderer.preprocess_chat)
+async def _preprocess_chat(self, request, messages, *_rest, **_named):
     extras = {"cache_salt": "salt"}
     params = types.SimpleNamespace(media_io_kwargs=None)
     (conversation,), (engine_input,) = await self.renderer.render_chat_async([messages], params, None, prompt_extras=extras)

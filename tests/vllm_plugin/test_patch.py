@@ -1,5 +1,6 @@
 """Which versions of vLLM are patched, which are left alone, and what is logged."""
 
+import functools
 import logging
 import subprocess
 import sys
@@ -87,18 +88,8 @@ async def test_the_older_signature():
 
 
 async def test_a_vllm_that_renders_elsewhere_fails_loudly():
-    async def elsewhere(  # noqa: PLR0917 - vLLM's
-        self,
-        request,
-        messages,
-        default_template,
-        default_template_content_format,
-        default_template_kwargs,
-        tool_dicts=None,
-        parser=None,
-        *,
-        skip_mm_cache=False,
-    ):
+    @functools.wraps(Renderer.preprocess_chat)
+    async def elsewhere(self, request, messages, *_rest, **_named):
         return messages, [{"prompt_token_ids": [1]}]
 
     load = vllm(**one_class(preprocess_chat=elsewhere, __init__=Renderer.__init__))

@@ -1,6 +1,7 @@
 """Prompts whose beginning is named by a hash, in a small stand-in for vLLM 0.32."""
 
 import base64
+import functools
 import hashlib
 import logging
 import sys
@@ -8,7 +9,7 @@ import types
 
 import pytest
 
-from tests.vllm_plugin.kit import BadRequestError
+from tests.vllm_plugin.kit import BadRequestError, Renderer
 from tokencache.core import ids as core_ids
 from tokencache_vllm import entry, packed_replies, prefixes
 from tokencache_vllm.kept_prefixes import KeptPrefixes
@@ -40,18 +41,8 @@ def named(prefix, more, **members):
     return {"hash": sha256(prefix), "length": len(prefix), "tail": tail(more), **members}
 
 
-async def preprocess_chat(  # noqa: PLR0917 - vLLM's
-    self,
-    request,
-    messages,
-    default_template,
-    default_template_content_format,
-    default_template_kwargs,
-    tool_dicts=None,
-    parser=None,
-    *,
-    skip_mm_cache=False,
-):
+@functools.wraps(Renderer.preprocess_chat)
+async def preprocess_chat(self, request, messages, *_rest, **_named):
     """As vLLM's: supplied ids are the prompt, unless messages have media. A parser reads the prompt (0.33)."""
     ids = (request.kv_transfer_params or {}).pop("prompt_token_ids", None)
     made = self.rendering.tokens_input(RENDERED if ids is None or messages == ["media"] else ids, cache_salt="salt")

@@ -149,12 +149,11 @@ def find(haystack: bytes, needle: bytes, start: int = 0) -> int:
     return at // ID_BYTES if at != -1 else -1
 
 
-def find_last(haystack: bytes, needle: bytes, start: int = 0, end: int | None = None) -> int:
-    """Return the last position, in tokens, of the packed ids `needle` in `haystack`, between two of its tokens; -1 if there is none."""
-    start *= ID_BYTES
-    at = haystack.rfind(needle, start, len(haystack) if end is None else end * ID_BYTES)
-    while at != -1 and at % ID_BYTES:
-        at = haystack.rfind(needle, start, at + len(needle) - 1)
+def find_last(haystack: bytes, needle: bytes, end: int | None = None) -> int:
+    """Return the last position before the token `end`, in tokens, of the packed ids `needle` in `haystack`; -1 if there is none."""
+    at = haystack.rfind(needle, 0, len(haystack) if end is None else end * ID_BYTES)
+    while at != -1 and at % ID_BYTES:  # skip matches that are not aligned to tokens
+        at = haystack.rfind(needle, 0, at + len(needle) - 1)
     return at // ID_BYTES if at != -1 else -1
 
 

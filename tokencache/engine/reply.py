@@ -442,7 +442,7 @@ class Reply(msgspec.Struct, eq=False):
         except (ValueError, RecursionError):
             self._note_unreadable()
             return data
-        of_chat = brief is not data and _of_chat(chunk)
+        of_chat = brief is not data and {*map(attrgetter("text"), chunk.choices)} <= {None}
         if logprobs is not None and not (of_chat and _LOGPROBS_MARK in map(attrgetter("logprobs"), chunk.choices)):
             return self.add(data)  # the text that was cut out belongs to another member
         if not known and not self._note_prompt(chunk, cut=short is not data, of_chat=of_chat):
@@ -610,10 +610,6 @@ def _expert_spans(data: bytes) -> list[tuple[int, int]]:
         spans.append((start, end))
         at = data.find(_EXPERTS, end)
     return spans
-
-
-def _of_chat(chunk: _Chunk) -> bool:
-    return {*map(attrgetter("text"), chunk.choices)} <= {None}
 
 
 def _weight_metadata(raw: Raw) -> _WeightMetadata | None:

@@ -6,8 +6,8 @@ The recorded prompt is the prompt that the engine reports. If that differs from 
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from itertools import compress, takewhile
-from operator import attrgetter
+from itertools import compress
+from operator import attrgetter, eq
 from typing import Any
 
 import msgspec
@@ -309,9 +309,9 @@ def _context_base(facts: CallFacts, plan: Plan, chain: Sequence[bytes], prefixes
         return plan.parent, plan.basis.messages
     best: tuple[str | None, int] = (None, 0)
     for turn, prefix in prefixes.nearby(facts.epoch, facts.reply.model or facts.call.chat.model, plan.basis.id):
-        shared = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(prefix.chain, chain, strict=False)))
-        if shared - 1 > best[1]:  # the first link is for the prompt context
-            best = (turn, shared - 1)
+        shared = sum(map(eq, prefix.chain, chain)) - 1  # each link hashes all before it; the first one is for the prompt context
+        if shared > best[1]:
+            best = (turn, shared)
     return best
 
 

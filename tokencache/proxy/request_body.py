@@ -134,9 +134,7 @@ async def plain(body: bytes, coding: str, request: web.Request, holding: Holding
         except MemoryFullError:
             holding.give_all()
             raise
-    if len(body) > _SMALL:
-        await check_values(body)
-        await pause()
+    await check_values(body)
     return body
 
 
@@ -238,6 +236,7 @@ async def check_values(body: bytes) -> None:
         return
     await pause()
     if body.count(b"{") <= MOST_OBJECTS and (len(body) <= MOST_VALUES or body.count(b",") + body.count(b"[") <= MOST_VALUES):
+        await pause()
         return
     objects = values = at = 0
     for place, text in enumerate(_STRING.finditer(body)):  # brackets and commas within a string do not count

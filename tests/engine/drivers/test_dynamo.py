@@ -8,8 +8,8 @@ import pytest
 from multidict import CIMultiDict
 
 from tests.engine.drivers.dynamo_frontend import DynamoFrontend
-from tests.proxy.kit import CHAT, EPISODES, TOOLS, echo, proxied, results, user
-from tests.support.waiting import until
+from tests.proxy.kit import CHAT, EPISODES, TOOLS, calls_held, echo, proxied, results, user
+from tests.support.waiting import PATIENCE, until
 from tests.system.nemo.agents import AGENTS
 from tokencache.engine.drivers.dynamo import Dynamo, StreamReader
 from tokencache.testing import SimulatedEngine
@@ -187,7 +187,7 @@ async def test_a_frontend_without_workers_is_not_ready_and_calls_wait():
     def change(frontend):
         frontend.ready = False
 
-    async with before("auto", change=change, probed=False, hold=30) as (rig, frontend):
+    async with before("auto", change=change, probed=False, hold=PATIENCE) as (rig, frontend):
         waiting = asyncio.ensure_future(rig.say("s", ASK))
         await until(lambda: _has_waited(rig))
         frontend.ready = True
@@ -200,11 +200,11 @@ async def _has_waited(rig):
 
 
 async def test_workers_that_leave_and_return():
-    async with before(hold=30) as (rig, frontend):
+    async with before(hold=PATIENCE) as (rig, frontend):
         message = await rig.say("s", ASK)
-        frontend.ready = False
+        frontend.ready, times = False, calls_held("down")
         waiting = asyncio.ensure_future(rig.say("s", [*ASK, echo(message), user("go on")]))
-        await asyncio.sleep(0.3)
+        await until(lambda: calls_held("down") > times)
         frontend.ready = True
         await waiting
         assert [turn["match"] for turn in await rig.turns()] == ["root", "continue"]

@@ -12,7 +12,7 @@ from tests.engine.drivers.dynamo_frontend import DynamoFrontend
 from tests.ports import free_port
 from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, assembled, echo, proxied, results, user
 from tests.support import invariants
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from tokencache.proxy import dispatch
 from tokencache.testing import SimulatedEngine
 
@@ -78,7 +78,7 @@ class Agent:
 
 @contextlib.asynccontextmanager
 async def before(frontend, engine, port):
-    async with proxied(engine, upstream=f"http://127.0.0.1:{port}", engine_kind="dynamo", hold=60) as rig:
+    async with proxied(engine, upstream=f"http://127.0.0.1:{port}", engine_kind="dynamo", hold=PATIENCE) as rig:
         await rig.proxy.engine.model("sim")
         engine.ground_truth.clear()
         yield rig
