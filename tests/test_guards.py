@@ -80,7 +80,7 @@ def test_placement_by_load_costs_ten_microseconds():
 
 LINES, LINES_OF_A_CALL = 400, 300
 LARGER = {  # lines of the classes above their limit
-    "store/file/store.py FileStore": 519,
+    "store/file/store.py FileStore": 518,
     "store/redis/store.py RedisStore": 443,
 }
 

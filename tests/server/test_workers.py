@@ -20,6 +20,7 @@ from tests.support.redis_server import RealRedis, find_binary
 from tests.support.waiting import until
 from tokencache.config import Settings
 from tokencache.server import listener, workers
+from tokencache.server.drain import StopSignal
 from tokencache.testing import SimulatedEngine
 
 pytestmark = pytest.mark.redis
@@ -140,7 +141,7 @@ async def test_workers_share_a_file(tmp_path):
 @pytest.mark.whole
 async def test_an_added_engine_serves_all_workers(redis):
     engine = SimulatedEngine(episodes=REPLIES, seed=3)
-    async with engine.serve() as up, served(*TWO, "--store", redis) as proxy:
+    async with engine.serve() as up, served(*TWO, "--store", redis, "--hold", "0.1") as proxy:
         (port,) = await proxy.said(r"2 workers share 127\.0\.0\.1 port (\d+)")
         await proxy.said(r"worker \d serves", 2)
         async with asking(f"http://127.0.0.1:{port}") as http:
@@ -176,6 +177,52 @@ async def test_a_killed_worker_is_restarted_while_others_go_on(redis):
         assert told["tokencache_worker_restarts_total"] == 1
         await asyncio.gather(*[ask(http, f"after-{n}") for n in range(40)])
         assert (await figures(http))[ANSWERED] == told[ANSWERED] + 40
+
+
+@contextlib.asynccontextmanager
+async def one_worker(folder):
+    """A worker whose supervisor is this process."""
+    stop = StopSignal()
+    worker = workers._Worker(0, Settings(workers=2, port=0, store=f"file:{folder}/sessions.db"), str(folder), stop)
+    running = asyncio.create_task(worker.keep_running())
+    try:
+        yield
+    finally:
+        stop.requested.set()
+        worker.send("now")
+        await running
+
+
+@pytest.mark.whole
+async def test_a_worker_that_hangs_is_replaced(tmp_path, monkeypatch, caplog):
+    """The kernel still gives it connections, whose clients would wait for ever."""
+    caplog.set_level("INFO")
+    often = "from tokencache.server import workers\nworkers.ALIVE_SECONDS = 0.05\n"
+    monkeypatch.setattr(workers, "_START", workers._START.replace("serve_as_worker({", f"{often}serve_as_worker({{"))
+    monkeypatch.setattr(workers, "ALIVE_SECONDS", 0.25)
+    monkeypatch.setattr(workers, "MOST_MISSED", 20)
+
+    def serving():
+        return re.findall(r"worker 0 serves, process (\d+)", caplog.text)
+
+    async with one_worker(tmp_path):
+        await until(lambda: len(serving()) == 1)
+        os.kill(int(serving()[0]), signal.SIGSTOP)
+        await until(lambda: len(serving()) == 2)
+    assert caplog.text.count("WORKER 0 HAS HUNG for 5 s: it is killed") == caplog.text.count("WORKER 0 DIED (signal 9)") == 1
+
+
+@pytest.mark.whole
+async def test_a_slow_worker_is_left_alone(tmp_path, monkeypatch, caplog):
+    """Also while it starts: it may load a tokenizer."""
+    shown = "for _ in range(40): time.sleep(0.05); print('alive', flush=True)"
+    monkeypatch.setattr(workers, "_START", f"import time; time.sleep(2); print('ready', flush=True)\n{shown}")
+    monkeypatch.setattr(workers, "ALIVE_SECONDS", 0.01)
+    monkeypatch.setattr(workers, "MOST_MISSED", 100)
+    async with one_worker(tmp_path):
+        await until(lambda: "DIED" in caplog.text)
+    assert "DIED (exit code 0)" in caplog.text
+    assert "HAS HUNG" not in caplog.text
 
 
 async def test_a_signal_lets_all_workers_finish(redis):

@@ -20,7 +20,7 @@ import pytest
 from tests.store.conformance import build, check_replicas, record
 from tests.store.machine import machine_of
 from tests.support.invariants import audit
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, until
 from tokencache.core.incidents import Incident
 from tokencache.core.outcome import Outcome
 from tokencache.core.session import Labels, Reward, SessionSettings
@@ -609,6 +609,37 @@ async def test_a_file_that_was_truncated_is_reported(url, tmp_path, caplog):
     await made.open()
     await made.close()
     assert "was there and is empty" in caplog.text
+
+
+async def test_a_file_that_was_removed_or_replaced_is_reported(url, tmp_path, caplog):
+    """Its sessions are still there for who has it open, and end with that process; another process would begin another file."""
+    store = FileStore(url)
+    await store.open()
+    try:
+        await record(store, "s", build("t", None, tail=[1], reply=[2]))
+        path = tmp_path / "sessions.db"
+        path.rename(tmp_path / "elsewhere")
+        for _ in range(2):
+            await until(partial(_fails, store))
+            assert (await store.session("s")).turns == 1
+            path.touch()
+        (tmp_path / "elsewhere").rename(path)
+        await until(partial(_answers, store))
+    finally:
+        await store.close()
+    assert caplog.text.count("was removed or replaced: put it back") == 1
+
+
+async def _fails(store):
+    try:
+        await store.ping()
+    except StoreError as why:
+        return "was removed or replaced" in str(why)
+    return False
+
+
+async def _answers(store):
+    return not await _fails(store)
 
 
 async def test_a_truncated_file_with_its_log_is_refused(url, tmp_path, store):

@@ -6,8 +6,9 @@ can serve any call, because the store holds everything that calls need. A worker
 each death. On SIGTERM or SIGINT the supervisor stops the workers and waits until they have drained.
 
 A worker reads its settings from standard input, then the commands `stop` and `now`. It writes `ready`, or `failed` with the reason, to
-standard output. If its input ends, the supervisor is gone, and the worker stops too, so that none is left running. It then deletes its
-metrics files, and the last worker their folder.
+standard output, and `alive` every few seconds. A worker that serves is killed and replaced if its event loop stands still for two minutes:
+the kernel still gives it connections, whose clients would wait for ever. If a worker's input ends, the supervisor is gone, and the worker
+stops too, so that none is left running. It then deletes its metrics files, and the last worker their folder.
 
 The workers do not share one listening socket, because that distributes connections unevenly: of 1,000 connections opened at once, one of
 two workers accepted 704, and one of four accepted 489. With a socket each (`SO_REUSEPORT`) two workers accepted 495 and 505. A drawback:
@@ -47,6 +48,10 @@ FIRST_DELAY, LONGEST_DELAY = 0.5, 30.0
 """Seconds before a worker that died is restarted: the first and the longest delay. The delay doubles with each death, and starts again
 after a worker has run for `STABLE_SECONDS`."""
 STABLE_SECONDS = 60.0
+ALIVE_SECONDS = 5.0
+"""Seconds between two signs of life of a worker."""
+MOST_MISSED = 24
+"""Signs of life that may be missing in a row. Steps are counted and not seconds: after a pause of the whole machine none are missing."""
 MARGIN = 30.0
 """Seconds that a worker has after its time to drain, to finish its writes to the store."""
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of its own is made there
@@ -121,7 +126,7 @@ async def _forward_stop(stop: StopSignal, workers: "list[_Worker]", drain: float
         worker.send("now")
     await asyncio.sleep(MARGIN)
     for worker in workers:
-        worker.kill()
+        worker.kill("DOES NOT STOP")
 
 
 class _Worker:
@@ -137,10 +142,10 @@ class _Worker:
         if self._process is not None and self._process.returncode is None and self._process.stdin is not None:
             self._process.stdin.write(f"{command}\n".encode())
 
-    def kill(self) -> None:
-        """Kill the current process if it still runs."""
+    def kill(self, why: str) -> None:
+        """Kill the current process if it still runs, and log why."""
         if self._process is not None and self._process.returncode is None:
-            log.error("WORKER %d DOES NOT STOP: it is killed", self._number)
+            log.error("WORKER %d %s: it is killed", self._number, why)
             self._process.kill()
 
     async def keep_running(self) -> None:
@@ -187,14 +192,24 @@ class _Worker:
             self.send(base64.b64encode(pickle.dumps(self._settings)).decode())
             if self._stop.requested.is_set():  # the signal arrived while the process started
                 self.send("stop")
-            why = ""
-            async for line in process.stdout:
+            why, missed, serves = "", 0, False
+            while True:
+                try:
+                    async with asyncio.timeout(ALIVE_SECONDS):
+                        line = await process.stdout.readline()
+                except TimeoutError:
+                    missed += serves
+                    if missed == MOST_MISSED:
+                        self.kill(f"HAS HUNG for {MOST_MISSED * ALIVE_SECONDS:g} s")
+                    continue
+                if not line:
+                    return await process.wait(), why
+                missed = 0
                 word, _, rest = line.decode(errors="replace").strip().partition(" ")
                 if word == "ready":
-                    self._has_served = True
+                    self._has_served = serves = True
                     log.info("worker %d serves, process %d", self._number, process.pid)
                 why = rest if word == "failed" else why
-            return await process.wait(), why
         finally:
             if process.returncode is None:
                 await self._end(process)
@@ -207,20 +222,21 @@ class _Worker:
             async with asyncio.timeout(MARGIN):
                 await process.wait()
         except TimeoutError:
-            self.kill()
+            self.kill("DOES NOT STOP")
             await process.wait()
 
 
 def serve_as_worker(number: int, restarted: bool) -> None:
     """Serve as a worker under a supervisor, maybe in place of a process that died. Runs in the worker's process and ends it."""
     out = os.dup(1)
+    os.set_blocking(out, False)
     os.dup2(2, 1)  # standard output is for the supervisor: all other output goes to standard error
     sys.exit(uvloop.run(_serve_worker(out, number, restarted=restarted)))
 
 
 def _tell(out: int, words: str) -> None:
-    """Write a line for the supervisor, unless it has ended because of another worker."""
-    with contextlib.suppress(BrokenPipeError):
+    """Write a line for the supervisor, unless it has ended because of another worker, or was stopped for hours and reads nothing."""
+    with contextlib.suppress(BrokenPipeError, BlockingIOError):
         os.write(out, f"{words}\n".encode())
 
 
@@ -235,7 +251,7 @@ async def _serve_worker(out: int, number: int, *, restarted: bool) -> int:
     if restarted:
         metrics.WORKER_RESTARTS.inc()
     stop = StopSignal()
-    obeying = asyncio.create_task(_obey(commands, stop))
+    obeying, living = asyncio.create_task(_obey(commands, stop)), asyncio.create_task(_show_life(out))
     try:
         await run(settings, stop, shared=True, ready=partial(_tell, out, "ready"))
     except (OSError, StoreError, ValueError) as why:
@@ -245,7 +261,15 @@ async def _serve_worker(out: int, number: int, *, restarted: bool) -> int:
         if obeying.done():
             _delete_metrics(number)
         obeying.cancel()
+        living.cancel()
     return 0
+
+
+async def _show_life(out: int) -> None:
+    """Show the supervisor that the event loop goes on."""
+    while True:
+        await asyncio.sleep(ALIVE_SECONDS)
+        _tell(out, "alive")
 
 
 def _delete_metrics(number: int) -> None:

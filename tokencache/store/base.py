@@ -667,12 +667,12 @@ class Store(Protocol):
         """
 
     async def seal(self, session: str, *, force: bool = False, at: float = 0.0) -> SealOutcome:
-        """Seal a session: it accepts no calls, nothing of it changes any more, and it has no engine.
+        """Seal a session: it accepts no calls and has no engine, and only calls that were cut off can still change it.
 
         Args:
             session: name of the session.
             force: seal it although it is not finished or calls are in flight. What this cuts off is added as an incident
-                (`core.incidents.sealed_early`), once. Calls in flight may still commit.
+                (`core.incidents.sealed_early`), once. Calls in flight may still commit, and so may those that `settle` closed as lost.
             at: the time of that incident, as Unix time in seconds.
         """
 

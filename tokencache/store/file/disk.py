@@ -40,6 +40,8 @@ class Disk:
     Attributes:
         has_reserve: whether the reserve is taken.
         failure: how the last write failed; `""` once a commit has succeeded, or once there is room again.
+        removed: says that the path no longer names the open file; `""` if it does. Then the file ends with the processes that have it open,
+            and a worker that starts later would begin another one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -48,10 +50,11 @@ class Disk:
         self._overwrites: int | None = None
         self._until = 0.0
         self.has_reserve = False
-        self.failure = ""
+        self.failure = self.removed = ""
 
     def open(self) -> None:
-        """Take the reserve. Raises `OSError` if the file cannot be made."""
+        """Take the reserve, and note which file is open. Raises `OSError` if the file of the reserve cannot be made."""
+        self._opened = self._path.stat()
         self._reserve = os.open(f"{self._path}-reserve", os.O_CREAT | os.O_RDWR, 0o600)
         self._take()
 
@@ -101,9 +104,11 @@ class Disk:
             if self.has_reserve:
                 log.info("file: the reserve on the disk of %s is taken again", self._path)
 
-    def check_room(self, database: sqlite3.Connection) -> None:
-        """Check, after a write has failed, whether there is room again. Raises `StoreError` if there is none, and how the write failed."""
-        if _room(database) < _ROOM:
+    def check(self, database: sqlite3.Connection) -> None:
+        """Check whether the file is in place and, after a write has failed, whether there is room again. Raises `StoreError` if not."""
+        if self.removed:
+            raise StoreError(self.removed)
+        if self.failure and _room(database) < _ROOM:
             raise StoreError(self.failure)
 
     def check_capacity(self, database: sqlite3.Connection, most: int) -> None:
@@ -128,9 +133,16 @@ class Disk:
     def _size(self, database: sqlite3.Connection) -> int:
         """Return the size of the file; of one that was removed, and is still open, the size of the database."""
         try:
-            return self._path.stat().st_size
+            found = self._path.stat()
         except OSError:
-            return _pragma(database, "page_count") * _pragma(database, "page_size")
+            found = None
+        if found is not None and os.path.samestat(found, self._opened):
+            self.removed = ""
+            return found.st_size
+        if not self.removed:
+            self.removed = f"file: {self._path} was removed or replaced: put it back, or export its sessions. They end with this process"
+            log.error("%s", self.removed)
+        return _pragma(database, "page_count") * _pragma(database, "page_size")
 
     def _take(self) -> None:
         """Take the reserve, if the disk has room for it."""

@@ -148,8 +148,7 @@ class FileStore(FileQueue):
 
     @writes
     def ping(self, db: sqlite3.Connection) -> None:
-        if self._disk.failure:
-            self._disk.check_room(db)
+        self._disk.check(db)
         _check_version(db, self._path)
 
     @reads
