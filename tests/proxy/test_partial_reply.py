@@ -52,6 +52,12 @@ async def test_the_first_text_may_be_held_back(start):
     assert await told([*THOUGHT, *start, b" go"], f"{heard} go", last - 1, last, last + 1) == last + 1
 
 
+@pytest.mark.parametrize("last", [b"a<", b"a" + "é".encode()[:1]])
+async def test_the_same_words_in_the_thought_are_not_the_text(last):
+    """The text ends within a token: no place is found, and not that of equal words shortly before."""
+    assert await told([b"<think>", b"a", b"</think>", last], "a", 3, 4, 4) is None
+
+
 async def test_two_places_are_none():
     """The text may begin at either of two tokens and end accordingly: nobody can say which was heard."""
     assert await told([b"a", b"a", b"a"], "aa", 0, 2, 3) is None

@@ -273,3 +273,14 @@ async def test_a_call_that_is_refused_when_its_prompt_is_known_is_noted():
         assert status == 400, said
         [incident] = (await rig.info())["incidents"]
         assert (incident["kind"], incident["status"], bool(incident["call"])) == ("call-refused", 400, True)
+
+
+async def test_a_call_that_is_refused_again_and_again_when_its_prompt_is_known_is_noted_once_since_the_last_turn():
+    """Whether a call had begun makes no difference: the list of incidents must not grow with every call."""
+    async with proxied() as rig:
+        for turns in (1, 2):
+            await ask(rig)
+            for _ in range(5):
+                assert (await rig.post(messages=[user("EPISODE:talk")], required_prefix_token_ids=[1]))[0] == 400
+                assert (await ask(rig, input=[{"type": "x"}]))[0] == 400
+            assert await outcome(rig) == ("ok", True, ["call-refused"] * turns)

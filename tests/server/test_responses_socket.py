@@ -14,6 +14,7 @@ from tests.server.test_stopping import Rack
 from tests.support.waiting import PATIENCE, until
 from tokencache.errors import MemoryFullError
 from tokencache.request_memory import Holding, Owner
+from tokencache.server import responses_socket
 from tokencache.testing import Fault, SimulatedEngine
 
 ROUTE = "/v1/responses"
@@ -146,6 +147,21 @@ async def test_the_messages_of_a_lane_name_it_and_each_lane_continues_its_own_re
         assert "stream_id" not in await socket.ask(input=[START])
     assert await matches(rig) == ["root", "root", "continue", "continue", "continue", "root"]
     await rig.check()
+
+
+async def test_lanes_take_no_memory_without_limit(rig):
+    """Each event repeats the name of a lane, and each lane keeps its last response: names have a limit, and so has their number."""
+    asked = {"input": [START], "generate": False, "store": False}
+    async with connected(rig) as socket:
+        refused = await socket.ask(**asked, stream_id="x" * (responses_socket.LONGEST_LANE + 1))
+        assert (refused["type"], refused["status"], refused["error"]["param"]) == ("error", 400, "stream_id")
+        made = [
+            await socket.response(**asked, stream_id=f"{lane:{responses_socket.LONGEST_LANE}}")
+            for lane in range(responses_socket.MOST_LANES + 1)
+        ]
+        for lane, kind in ((0, "error"), (1, "response.completed")):
+            again = await socket.ask(input=[], previous_response_id=made[lane]["id"])
+            assert again["type"] == kind, again
 
 
 async def test_only_the_last_response_of_the_connection_is_known_without_being_stored(rig):

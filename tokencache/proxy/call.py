@@ -55,6 +55,7 @@ from tokencache.proxy.delivery import CLIENT_LEFT, delivery_of
 from tokencache.proxy.dispatch import Dispatch, Services
 from tokencache.proxy.facts import FIRST_SAMPLE, BegunCall, CallFacts, PlannedCall, RequestSample
 from tokencache.proxy.generated_replies import budget_reply, overflow_reply
+from tokencache.proxy.ledger import settle_refused
 from tokencache.proxy.planner import keys_wanted
 from tokencache.proxy.recorder import Recorded, turns_of
 from tokencache.proxy.reply_source import End, EndKind, ReplySource
@@ -159,7 +160,8 @@ class CallAttempt:
                     await self.close([] if late else [self._call.left("the client left before an engine took the call")])
             case HarnessError():
                 self.report(why.kind, status=why.status)
-                await self.close([self._call.incident(IncidentKind.CALL_REFUSED, str(why), status=why.status)])
+                refused = self._call.incident(IncidentKind.CALL_REFUSED, str(why), status=why.status)
+                await self._store(settle_refused(self._ledger, self._begun, self._call.session, refused, self._sample.documents))
             case EngineError():
                 sampled = may_have_sampled(self.engine.state)
                 await self._settle(IncidentKind.UPSTREAM_BROKE if sampled else IncidentKind.UPSTREAM_DOWN, str(why))

@@ -561,6 +561,20 @@ async def _drop_experts(experts: RoutedExperts | None, facts: CallFacts) -> None
         await experts.drop([path for path, _ in facts.experts.values()])
 
 
+async def settle_refused(
+    ledger: Ledger, begun: BeginResult | None, session: str, refused: Incident, documents: Mapping[str, bytes]
+) -> None:
+    """End a call that was refused after it had begun, with its incident unless that would tell nothing new.
+
+    Raises:
+        StoreError: the store failed and the policy is strict.
+    """
+    noted = [refused]
+    with contextlib.suppress(StoreError):
+        noted = [refused] if _is_new(refused, await ledger.store.session(session)) else []
+    await ledger.settle(begun, session, refused.call, noted, documents=documents)
+
+
 def _is_new(refused: Incident, info: SessionInfo | None) -> bool:
     """Whether the incident of a refused call tells something new of its session; `info` is its state, `None` if it does not exist yet.
 
@@ -572,7 +586,9 @@ def _is_new(refused: Incident, info: SessionInfo | None) -> bool:
     if info.state is not SessionStage.OPEN:
         return False
     last, began = info.incidents[-1] if info.incidents else None, info.latest.created if info.latest is not None else 0.0
-    return last is None or (last.kind, last.call, last.hole) != (refused.kind, "", False) or last.at < began
+    if last is None or last.kind != refused.kind or last.at < began:
+        return True
+    return last.hole or bool(last.call and last.kind != IncidentKind.CALL_REFUSED)
 
 
 def _dropped(session: str, call: str) -> Incident:

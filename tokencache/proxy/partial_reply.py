@@ -58,7 +58,7 @@ async def delivered_tokens(
         return any([await text(first) == whole[:before] for first in near])
 
     found: dict[str, int] = {}
-    for n in range(delivered.after, max(earliest, delivered.after - HELD_BACK - 1), -1):
+    for n in range(delivered.after, max(delivered.first, delivered.after - HELD_BACK - 1), -1):
         whole = await text(n)
         if whole not in found and whole.endswith(delivered.text) and await starts_at_token(whole):
             found[whole] = n

@@ -54,6 +54,10 @@ Refused = Callable[[web.Request, str, TokencacheError], Coroutine[Any, Any, None
 ROUTE = "/v1/responses"
 PING_SECONDS = 30.0
 """How long a connection may be silent before it is checked whether its client is still there."""
+LONGEST_LANE = 256
+"""Most characters of a lane's name (`stream_id`), which each of its events repeats."""
+MOST_LANES = 64
+"""How many lanes of a connection keep their last response; then the oldest is forgotten."""
 _OF_HANDSHAKE = frozenset({"connection", "upgrade", "content-type", "content-length", RETRY_COUNT, IDEMPOTENCY_KEY.lower()})
 """Headers that requests do not have: a repeated handshake repeats no request."""
 _OF_SOCKET = frozenset({"type", "generate", "stream_id"})
@@ -196,7 +200,10 @@ class _Connection:
         holding.take("body", len(message))
         await check_values(message)
         fields = fields_of(message)
-        frames.lane = member(fields, "stream_id", (str,), None)
+        lane = member(fields, "stream_id", (str,), None)
+        if lane is not None and len(lane) > LONGEST_LANE:
+            raise HarnessError(f"'stream_id' must have at most {LONGEST_LANE} characters", param="stream_id")
+        frames.lane = lane
         kind = member(fields, "type", (str,), "")
         if kind == "response.processed":
             return web.Response(content_type=EVENT_STREAM)
@@ -232,6 +239,8 @@ class _Connection:
             self.holding.belong_to(owner)
             self.holding.take("body", len(items))
             self._kept[lane] = response.id, items
+        if len(self._kept) > MOST_LANES:
+            self.holding.give("body", len(self._kept.pop(next(iter(self._kept)))[1]))
 
 
 class _Frames(AbstractStreamWriter):
