@@ -3,6 +3,7 @@
 import pytest
 
 from tokencache.errors import (
+    BodyTooLargeError,
     EngineError,
     HarnessError,
     MemoryFullError,
@@ -31,6 +32,7 @@ ANSWERS = [
     (HarnessError("no", status=404, kind="not_found_error", param="model"), 404, "not_found_error", "no"),
     (SlowBodyError("slow", began=0.0), 408, "invalid_request_error", "slow"),
     (HarnessError("no"), 400, "invalid_request_error", "no"),
+    (BodyTooLargeError(9), 413, "invalid_request_error", "the request body is too large: at most 9 bytes are accepted (--max-body)"),
     (EngineError("gone"), 502, "upstream_error", "gone"),
     (OutOfFilesError("no file"), 502, "upstream_error", "no file"),
     (UnexpectedAnswerError(307), 502, "upstream_error", "the engine answered 307, which is neither success nor error: check the"),
