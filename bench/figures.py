@@ -154,7 +154,7 @@ def _entries_left(aim: Aim, name: str, cpu: dict[str, float], entered: dict[str,
     `cpu` is the CPU of a call, in any unit, by target. The price of a function is what Redis adds to a call of the memory store, in the
     same run. That is more than most functions cost, as some of Redis's write to its connection. So the result is too high, if anything.
     """
-    if not entered or PROXY_REDIS not in cpu or cpu[PROXY_REDIS] <= cpu[PROXY]:
+    if not entered or not {PROXY, PROXY_REDIS} <= cpu.keys() or cpu[PROXY_REDIS] <= cpu[PROXY]:
         return aim
     price = (cpu[PROXY_REDIS] - cpu[PROXY]) / (entered[PROXY_REDIS] - entered[PROXY])
     share = aim["figure"] / aim["limit"] if aim.get("least") else aim["limit"] / aim["figure"]

@@ -167,8 +167,9 @@ def test_an_aim_in_calls_a_second_leaves_as_many_functions_as_its_cpu_pays_for()
     assert aim["entries"] == 250  # half of 1,400 µs are 350 functions of 2 µs
 
 
-def test_without_redis_nobody_knows_what_a_function_costs():
-    (aim,) = aims({"load": [loaded("1 KB", 64, relay=(100.0, 1.0), proxy_memory=(820.0, 1.0))], "entries": ENTERED})
+@pytest.mark.parametrize("store", ["proxy_memory", "proxy_redis"])
+def test_with_one_store_nobody_knows_what_a_function_costs(store):
+    (aim,) = aims({"load": [loaded("1 KB", 64, relay=(100.0, 1.0), **{store: (820.0, 1.0)})], "entries": ENTERED})
     assert "entries" not in aim
 
 

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 
 import aiohttp
 import pytest
@@ -188,6 +189,16 @@ async def test_a_drained_engine_finishes_its_calls_and_gets_no_new_ones():
         assert (await request(rig, "DELETE", url=home))["removed"]
         assert set(await listed(rig)) == {other}
         assert not await _gauges(rig, home), "an alert says that it is down"
+
+
+async def test_an_engine_is_drained_soon_though_the_system_clock_is_set_back(monkeypatch):
+    async with engines(2) as made, replica() as rig:
+        for url in made:
+            await request(rig, "POST", url=url, status=201)
+        await request(rig, "POST", ENGINES + "/drain", url=url)
+        real = time.time
+        monkeypatch.setattr("time.time", lambda: real() - 86400.0)
+        await until(lambda: _drained(rig, url))
 
 
 async def test_an_engine_that_is_down_has_no_level():

@@ -15,7 +15,7 @@ from tests.support.profiles import examples
 from tokencache import metrics
 from tokencache.core.session import Budget, Labels, SessionSettings
 from tokencache.store.base import Binding, SessionDeletedError
-from tokencache.store.clock import RECORDS, ClockWatch
+from tokencache.store.clock import RECORDS, ClockWatch, SteadyClock
 from tokencache.store.file import FileStore
 from tokencache.store.memory import MemoryStore
 from tokencache.store.redis import capacity
@@ -209,7 +209,21 @@ async def test_records_have_the_time_of_the_file(tmp_path):
     with machine_of() as machine:
         async with processes("file", tmp_path) as (store, _):
             machine.system += DAY
-            RECORDS.follow(machine.system, machine.running)  # as a process that starts now
+            vars(RECORDS).update(vars(SteadyClock()))  # as in a process that starts now
             await store.close()
             await store.open()
             assert RECORDS.now() == machine.system - DAY
+
+
+def test_a_clock_that_runs_follows_one_that_is_behind_in_small_steps():
+    """What comes next is not older than what is recorded; a process that starts has recorded nothing yet."""
+    with machine_of() as machine:
+        clock, readings = SteadyClock(), []
+        clock.follow(machine.system - DAY, machine.running)
+        assert clock.now() == machine.system - DAY
+        for _ in range(400):
+            machine.go_on(1.0)
+            clock.follow(machine.system - DAY - 30.0, machine.running)
+            readings.append(clock.now())
+        assert readings == sorted(readings)
+        assert readings[-1] == pytest.approx(machine.system - DAY - 30.0, abs=1.0)

@@ -25,7 +25,7 @@ USER = (
     "+zscore +zrangebyscore +zrem +zremrangebyscore +dbsize +info"
 )
 """The rights that docs/store.md names."""
-IN_A_CLUSTER = "+cluster +command"
+IN_A_CLUSTER = "+cluster +command +asking"
 
 
 @contextlib.asynccontextmanager
@@ -191,8 +191,16 @@ async def test_a_user_with_few_rights_in_a_cluster(caplog):
     with cluster() as nodes:
         for node in nodes:
             send_command(node, "ACL", "SETUSER", "proxy", *USER.split(), *IN_A_CLUSTER.split())
-        await keeps_the_contract(cluster_url(nodes).replace("://", "://proxy:PASSWORD@"))
+        url = cluster_url(nodes).replace("://", "://proxy:PASSWORD@")
+        await keeps_the_contract(url)
         assert caplog.text == ""
+        async with opened(url) as store:
+            _, _, source, target, _ = await moving(store, nodes)
+            send_command(source, "MIGRATE", "127.0.0.1", target.port, "tokencache:{s}", 0, 5000)
+            await store.begin("s", "asked", [])
+            send_command(target, "ACL", "SETUSER", "proxy", "-asking")
+            with pytest.raises(StoreError, match=r"'?asking'? command"):
+                await store.begin("s", "refused", [])
 
 
 def test_the_documented_rights_are_those_tested():

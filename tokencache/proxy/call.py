@@ -124,7 +124,12 @@ class CallAttempt:
         self.client = asked.response.client
         self.shown = Party(SHOWN, ShownState.NOTHING)
         self._call = BegunCall(
-            id=self.id, session=asked.session, chat=asked.chat, fingerprint=asked.fingerprint, started=time.monotonic() + RECORDS.offset
+            id=self.id,
+            session=asked.session,
+            chat=asked.chat,
+            fingerprint=asked.fingerprint,
+            started=time.monotonic() + (offset := RECORDS.offset),
+            offset=offset,
         )
         self._response, self._settings, self._exchange = asked.response, asked.settings, asked.response.exchange
         self._services, self._ledger, self._budget, self._may_resample = services, services.ledger, budget, may_resample
@@ -272,7 +277,7 @@ class CallAttempt:
 
     async def _write_turns(self, mark: str, detail: str) -> None:
         """Write the turns of the reply; `mark` and `detail` as in `CallFacts`."""
-        call, reply, weights, ended = self._call, self._source.reply, self._dispatch.planned.weights, time.monotonic() + RECORDS.offset
+        call, reply, weights, ended = self._call, self._source.reply, self._dispatch.planned.weights, time.monotonic()
         unanswered = self.client.state is ClientState.ORPHANED
         try:
             if mark == TurnMark.ABORTED:
@@ -301,7 +306,7 @@ class CallAttempt:
                 log_call(facts, recorded)
             if self._services.spans is not None:
                 self._services.spans.answered(facts, recorded, self._exchange.headers)
-        metrics.AFTER.observe(time.monotonic() + RECORDS.offset - ended)
+        metrics.AFTER.observe(time.monotonic() - ended)
         metrics.counter(metrics.CALLS, call.chat.dialect, mark or ("error" if reply.error else "answered")).add(1)
         _log(self._call, incidents)
 
@@ -327,7 +332,7 @@ class CallAttempt:
             judged=judged,
             unanswered=unanswered,
             media_kept=media_kept,
-            ended=time.monotonic() + RECORDS.offset,
+            ended=time.monotonic() + self._call.offset,
         )
 
     # Plan and send
@@ -442,7 +447,7 @@ def report_end(
     """
     if spans is not None:
         spans.ended(call, headers, ended, status)
-    subject, ms = f"session {call.session} call {call.id}", round(1000 * (time.monotonic() + RECORDS.offset - call.started))
+    subject, ms = f"session {call.session} call {call.id}", round(1000 * (time.monotonic() + call.offset - call.started))
     known = {"session": call.session, "call": call.id, "ms": ms}
     log_end(subject, known, headers, ended, status=status, level=logging.INFO if detail is None else logging.WARNING)
     if detail is not None:

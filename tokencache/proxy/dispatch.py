@@ -56,7 +56,6 @@ from tokencache.proxy.planner import media_reason
 from tokencache.proxy.policy_version import PolicyVersions
 from tokencache.proxy.response import Exchange
 from tokencache.store.base import BeginResult
-from tokencache.store.clock import RECORDS
 from tokencache.wakeup import wait_for
 
 if TYPE_CHECKING:
@@ -173,7 +172,7 @@ class Dispatch:
         self.epoch = begun.epoch if begun is not None else ""
         self._keeps_experts = services.ledger.keeps_experts
         self.sender = EngineSender(call, exchange, services.image_names, services.prefixes, experts=self._keeps_experts)
-        self._since = call.started
+        self._since = call.started - call.offset
 
     async def accepted(self, continuation: Continuation | None = None) -> Answer:
         """Send the call, or the request for the next piece of its reply, until an engine accepts it or `Services.hold` seconds have passed.
@@ -250,14 +249,14 @@ class Dispatch:
             EngineError: the engine cannot be reached, or cannot serve now.
             HarnessError: the prompt would not begin with the ids that the client requires.
         """
-        chat, session, engine, started = self._chat, self._call.session, endpoint.engine, self._since or time.monotonic() + RECORDS.offset
+        chat, session, engine, started = self._chat, self._call.session, endpoint.engine, self._since or time.monotonic()
         assert self._known is not None  # noqa: S101 - a call is planned until an engine accepts it
         plan, model = await self._services.plan(engine, session, chat, *self._known)
         if engine.driver.pinned.keys() - chat.pinned:  # those of the trainer's and the session's policy are pinned already
             metrics.count_replaced(chat.pin(engine.driver.pinned))
         budget = budget_of(chat.fields)
         thinking = await self._thinking_marks(model) if model is not None and budget is not None else None
-        metrics.BEFORE.observe(time.monotonic() + RECORDS.offset - started)
+        metrics.BEFORE.observe(time.monotonic() - started)
         if plan.prefix is not None:
             tokens = (len(plan.prefix) + len(plan.tail)) // ids.ID_BYTES
             self._services.pool.placement.begin(self._call.id, session, endpoint.key, tokens)

@@ -33,6 +33,7 @@ class BegunCall(msgspec.Struct, frozen=True, kw_only=True):
         chat: the request.
         fingerprint: the request fingerprint; `b""` if retries are not deduplicated.
         started: when the call began, Unix time in seconds.
+        offset: that of the clock of records then (`SteadyClock`): the call lasts as long as it does, also if that clock is set meanwhile.
         noted: incidents that were found while it runs.
     """
 
@@ -41,6 +42,7 @@ class BegunCall(msgspec.Struct, frozen=True, kw_only=True):
     chat: ChatCall
     fingerprint: bytes = b""
     started: float
+    offset: float = 0.0
     noted: list[Incident] = []
 
     def incident(self, kind: IncidentKind, detail: str = "", *, hole: bool | None = None, status: int = 0) -> Incident:

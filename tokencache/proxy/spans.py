@@ -9,6 +9,7 @@ A duplicate that gets the reply of another call (`dedup`) has a span without tok
 
 import asyncio
 import os
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +25,6 @@ from tokencache.core.incidents import IncidentKind
 from tokencache.core.turn import TurnMark
 from tokencache.proxy.facts import BegunCall, CallFacts
 from tokencache.proxy.recorder import Recorded
-from tokencache.store.clock import RECORDS
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 _FAILURES = frozenset(
@@ -67,7 +67,7 @@ class CallSpans:
     def ended(self, call: BegunCall, headers: Mapping[str, str], how: str, status: int) -> None:
         """Write the span of a call that ended without a turn. `how` and `status` as in `CallAttempt.report`."""
         found: dict[str, Any] = {"tokencache.outcome": f"{how}", "http.response.status_code": status or ""}
-        self._write(call, headers, found, "" if how in _ANSWERED else how, RECORDS.now())
+        self._write(call, headers, found, "" if how in _ANSWERED else how, time.monotonic() + call.offset)
 
     def _write(self, call: BegunCall, headers: Mapping[str, str], found: dict[str, Any], failure: str, ended: float) -> None:
         span = self._tracer.start_span(

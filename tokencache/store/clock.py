@@ -20,6 +20,9 @@ TOLERANCE = 10.0
 NOTICED = 1.0
 """Difference from a store's clock, in seconds, from which on a clock follows it. A reading must be more exact than that."""
 
+MOST_BACK = 0.1
+"""Seconds by which a clock that runs goes back at each reading: less than what it orders lies apart."""
+
 NOT_USED = "The store does not use it: sessions expire as if it had not been set"
 """What follows if the system clock is set."""
 
@@ -33,15 +36,22 @@ class SteadyClock:
 
     def __init__(self) -> None:
         self.offset = system_time() - monotonic()
+        self._follows = False
 
     def now(self) -> float:
         """Return the time, as Unix time in seconds."""
         return time.monotonic() + self.offset
 
     def follow(self, reading: float, at: float) -> None:
-        """Go on from another clock, which had this reading at a time of the monotonic clock, unless they agree."""
-        if abs(reading - at - self.offset) > NOTICED:
-            self.offset = reading - at
+        """Go on from another clock, which had this reading at a time of the monotonic clock, unless they agree.
+
+        From the second reading on it goes back in small steps: else what comes next would be older than what is recorded. A server that
+        takes over may have a clock that is minutes behind.
+        """
+        step = reading - at - self.offset
+        if abs(step) > NOTICED:
+            self.offset += max(step, -MOST_BACK) if self._follows else step
+        self._follows = True
 
 
 class ClockWatch:

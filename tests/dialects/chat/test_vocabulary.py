@@ -71,6 +71,13 @@ def test_long_replies_do_not_pile_up():
     assert [reader.read([raw])[0].digest for raw in replies] == first
 
 
+def test_long_ids_of_calls_do_not_pile_up():
+    reader = MessageReader(memory=100_000)
+    for number in range(40):
+        reader.read([json.dumps({"role": "tool", "tool_call_id": "x" * 10_000 + str(number), "content": "a"}).encode()])
+    assert len(reader._known) <= 11
+
+
 def arguments_of(raw):
     return [call["function"]["arguments"] for call in json.loads(raw)["tool_calls"]]
 

@@ -85,7 +85,7 @@ class ReadMessage(msgspec.Struct, frozen=True, gc=False):
         exact: equal only for messages that every template renders alike.
         malformed: whether an engine may refuse the arguments of a call (`with_stand_ins`).
         media: its parts that are not text.
-        size: number of its bytes if it has its text.
+        size: number of its bytes if it has its text; if not, length of the id of the call that it answers.
     """
 
     message: Message
@@ -125,12 +125,12 @@ class MessageReader:
                 if message.role == "assistant":
                     malformed = bool(message.calls) and not _has_json(entry.get("tool_calls") or ())
                     read = ReadMessage(message, digest(message), exact, malformed, media, len(raw))
-                    self._held += len(raw)
                 else:
                     slim = Message(message.role, answers=message.answers, media=b"1" if message.media else b"")
                     own = result_digest_of_json(entry, exact) if message.role == "tool" else exact
-                    read = ReadMessage(slim, own, exact, media=media)
+                    read = ReadMessage(slim, own, exact, media=media, size=len(slim.answers or ""))
                 known[key] = read
+                self._held += read.size
             else:
                 known.move_to_end(key)
             found.append(read)

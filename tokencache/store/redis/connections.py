@@ -101,9 +101,10 @@ class _ImportingNode:
             return None
         both = [PipelineCommand(0, "ASKING"), PipelineCommand(1, *command)]
         await self._node.execute_pipeline(both)
-        if isinstance(both[1].result, Exception):
-            raise both[1].result
-        return both[1].result
+        for answer in (command.result for command in both):
+            if isinstance(answer, Exception):
+                raise answer
+        return answer
 
 
 class _ClusterClient(RedisCluster):
