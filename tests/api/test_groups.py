@@ -171,7 +171,7 @@ class TestBackPressure:
 
     async def test_a_consumer_that_left_does_not_count(self, store, monkeypatch):
         queue, now = queue_of(store), [1e9]
-        monkeypatch.setattr("tokencache.api.queue.RECORDS.now", lambda: now[0])
+        monkeypatch.setattr("tokencache.api.queue.RECORD_CLOCK.now", lambda: now[0])
         await take(queue, Take("old"))
         now[0] += LIVING_SECONDS + 1
         await take(queue, Take("trainer", group_size=2))

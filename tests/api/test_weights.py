@@ -11,7 +11,7 @@ from tests.support.waiting import until
 from tokencache.config import Settings
 from tokencache.core.weights import WeightsState
 from tokencache.server.serve import serving
-from tokencache.store.clock import RECORDS
+from tokencache.store.clock import RECORD_CLOCK
 from tokencache.store.memory import MemoryStore
 from tokencache.testing import SimulatedEngine
 from tokencache.testing.dev_mode import DevMode
@@ -165,12 +165,12 @@ async def test_an_engine_that_was_down_has_no_version_until_it_is_announced_agai
 
 async def test_an_engine_that_was_down_has_no_version_though_the_clock_was_set_back(monkeypatch):
     """The replica that sees it down knew the version before, so the time of its clock does not count."""
-    real = RECORDS.now
+    real = RECORD_CLOCK.now
     async with replicas(SimulatedEngine(), SimulatedEngine()) as (send, urls):
         for version in ("7", "8"):
             await send("PUT", version=version)
             with monkeypatch.context() as patch:
-                patch.setattr(RECORDS, "now", lambda: real() - 3600)
+                patch.setattr(RECORD_CLOCK, "now", lambda: real() - 3600)
                 send.proxies[0].pool.find(urls[1]).mark_down("it refused a connection")
                 known = await send("GET")
             assert {one["url"]: one["version"] for one in known["engines"]} == {urls[0]: version, urls[1]: ""}

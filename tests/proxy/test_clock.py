@@ -9,7 +9,7 @@ import pytest
 
 from tests.api.test_lifecycle import SESSIONS, call
 from tests.proxy.kit import echo, user
-from tokencache.store.clock import RECORDS
+from tokencache.store.clock import RECORD_CLOCK
 from tokencache.testing import Fault
 
 DAY = 86400.0
@@ -30,10 +30,10 @@ def set_clock(monkeypatch):
 @pytest.fixture
 def set_clock_of_store(monkeypatch):
     """Let the clock of records notice that the store's clock was set by so many seconds."""
-    monkeypatch.setattr(RECORDS, "offset", RECORDS.offset)
-    monkeypatch.setattr(RECORDS, "_follows", True)
+    monkeypatch.setattr(RECORD_CLOCK, "offset", RECORD_CLOCK.offset)
+    monkeypatch.setattr(RECORD_CLOCK, "_follows", True)
     monkeypatch.setattr("tokencache.store.clock.MOST_BACK", 1e-4)  # the engine of the tests answers in less than the usual step
-    return lambda seconds: RECORDS.follow(RECORDS.now() + seconds, time.monotonic())
+    return lambda seconds: RECORD_CLOCK.follow(RECORD_CLOCK.now() + seconds, time.monotonic())
 
 
 @pytest.fixture(params=["set_clock", "set_clock_of_store"])

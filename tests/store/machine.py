@@ -39,8 +39,8 @@ def machine_of(boot_id="one"):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clock, "time", machine)
         patch.setattr(memory, "time", machine)
-        patch.setattr(clock.RECORDS, "offset", machine.system - machine.running)
-        patch.setattr(clock.RECORDS, "_follows", False)
+        patch.setattr(clock.RECORD_CLOCK, "offset", machine.system - machine.running)
+        patch.setattr(clock.RECORD_CLOCK, "_follows", False)
         patch.setattr("tokencache.store.file.clock._boot", lambda: machine.boot_id)
         patch.setattr(FileClock, "measure", lambda self: None)
         yield machine

@@ -15,7 +15,7 @@ from tests.support.profiles import examples
 from tokencache import metrics
 from tokencache.core.session import Budget, Labels, SessionSettings
 from tokencache.store.base import Binding, SessionDeletedError
-from tokencache.store.clock import RECORDS, ClockWatch, SteadyClock
+from tokencache.store.clock import RECORD_CLOCK, ClockWatch, SteadyClock
 from tokencache.store.file import FileStore
 from tokencache.store.memory import MemoryStore
 from tokencache.store.redis import capacity
@@ -176,7 +176,7 @@ def test_a_clock_that_is_a_little_fast_is_not_reported(caplog):
 async def test_a_clock_of_redis_that_is_set_is_reported(emptied_redis_store, monkeypatch, caplog):
     """The proxy cannot keep what Redis deletes. It says so."""
     store = emptied_redis_store
-    monkeypatch.setattr(RECORDS, "offset", RECORDS.offset)
+    monkeypatch.setattr(RECORD_CLOCK, "offset", RECORD_CLOCK.offset)
     await store._capacity.close()  # only the checks of this test
     run, ahead = store._backend.run, [0]
 
@@ -190,18 +190,18 @@ async def test_a_clock_of_redis_that_is_set_is_reported(emptied_redis_store, mon
     (reported,) = [record.message for record in caplog.records if "CLOCK" in record.message]
     assert reported.startswith("THE CLOCK WAS SET: the redis clock went forwards by 6912")
     assert "sessions in use may be gone" in reported
-    assert RECORDS.now() == pytest.approx(time.time() + 691_201, abs=5), "all replicas record by the clock of Redis"
+    assert RECORD_CLOCK.now() == pytest.approx(time.time() + 691_201, abs=5), "all replicas record by the clock of Redis"
 
 
 @pytest.mark.redis
 async def test_the_clock_of_redis_is_not_followed_if_it_answers_late(emptied_redis_store, monkeypatch):
     """It was read at any time since it was asked."""
     await emptied_redis_store._capacity.close()
-    monkeypatch.setattr(RECORDS, "offset", RECORDS.offset - 2)
+    monkeypatch.setattr(RECORD_CLOCK, "offset", RECORD_CLOCK.offset - 2)
     for each, behind in ((3, 2), (0, 0)):
         monkeypatch.setattr(capacity, "monotonic", itertools.count(time.monotonic(), each).__next__)
         await emptied_redis_store._capacity.check()
-        assert RECORDS.now() == pytest.approx(time.time() - behind, abs=1)
+        assert RECORD_CLOCK.now() == pytest.approx(time.time() - behind, abs=1)
 
 
 async def test_records_have_the_time_of_the_file(tmp_path):
@@ -209,10 +209,10 @@ async def test_records_have_the_time_of_the_file(tmp_path):
     with machine_of() as machine:
         async with processes("file", tmp_path) as (store, _):
             machine.system += DAY
-            vars(RECORDS).update(vars(SteadyClock()))  # as in a process that starts now
+            vars(RECORD_CLOCK).update(vars(SteadyClock()))  # as in a process that starts now
             await store.close()
             await store.open()
-            assert RECORDS.now() == machine.system - DAY
+            assert RECORD_CLOCK.now() == machine.system - DAY
 
 
 def test_a_clock_that_runs_follows_one_that_is_behind_in_small_steps():

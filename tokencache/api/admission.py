@@ -7,7 +7,7 @@ from tokencache.engine.admission import KEPT_SECONDS, RETRY_SECONDS, Admission
 from tokencache.engine.pool import Pool
 from tokencache.errors import HarnessError
 from tokencache.proxy.ledger import Ledger
-from tokencache.store.clock import RECORDS
+from tokencache.store.clock import RECORD_CLOCK
 from tokencache.wakeup import wait_for
 
 _LOOK_SECONDS = 0.5
@@ -38,7 +38,7 @@ class AdmissionWait:
                 self._admission.leave(session)
                 raise self._unknown()
             empty = sum(not self._pool.load(monitor, now) for monitor in serving)
-            if self._admission.admits(session, RECORDS.now(), now, capacity=capacity, empty=empty):
+            if self._admission.admits(session, RECORD_CLOCK.now(), now, capacity=capacity, empty=empty):
                 return
             if (left := deadline - now) <= 0 or self._ledger.changed.closed:
                 raise self._refusal(session)

@@ -32,7 +32,7 @@ from tokencache.proxy.request_body import whole_body_of
 from tokencache.proxy.sessions import hash_key
 from tokencache.session_url import REGISTERED_KEY, check_name, session_url
 from tokencache.store.base import Binding, SealOutcome, SessionGoneError, SessionInfo
-from tokencache.store.clock import RECORDS
+from tokencache.store.clock import RECORD_CLOCK
 
 _RETRY_SECONDS = 5
 _MOST_NAMED = 8
@@ -142,7 +142,7 @@ class LifecycleRoutes:
         info = await self._existing(name) if force else None
         if info is not None:
             await offer(self._store, info)
-        match await self._store.seal(name, force=force, at=RECORDS.now()):
+        match await self._store.seal(name, force=force, at=RECORD_CLOCK.now()):
             case SealOutcome.MISSING:
                 raise no_session(name)
             case SealOutcome.UNFINISHED:
@@ -239,7 +239,7 @@ class LifecycleRoutes:
         """Check that the turns and sequences of a reward exist. Raises `HarnessError` if one does not, or a bound is exceeded (422)."""
         if asked is None:
             return None
-        reward = _valid(lambda: asked.at(RECORDS.now()))
+        reward = _valid(lambda: asked.at(RECORD_CLOCK.now()))
         if reward.turns or reward.sequences:
             turns = await self._store.turns(info.id)
             _refuse_unknown("turn", reward.turns, {turn.id for turn in turns}, info.id)

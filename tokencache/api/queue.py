@@ -34,7 +34,7 @@ from tokencache.proxy.dedup.lost_calls import LostCalls
 from tokencache.proxy.ledger import Ledger
 from tokencache.recent import Recent
 from tokencache.store.base import DamagedError, QueueEntry, RemoveOutcome, SealOutcome, SessionInfo, Store, read_states
-from tokencache.store.clock import RECORDS
+from tokencache.store.clock import RECORD_CLOCK
 from tokencache.trajectories.rollout import worth_object
 from tokencache.trajectories.versions import LagLimit, VersionCounts, count_versions
 from tokencache.wakeup import wait_for
@@ -120,7 +120,7 @@ class SessionQueue:
         """
         await self._check(asked.holding)
         await self._limit(asked, {})
-        await self._store.put_demand(asked.consumer, write_demand(asked, RECORDS.now()))
+        await self._store.put_demand(asked.consumer, write_demand(asked, RECORD_CLOCK.now()))
         for delivery in asked.holding:
             await self._store.extend(delivery, asked.wait + asked.lease)
         left: dict[str, int] = {}
@@ -338,7 +338,9 @@ class SessionQueue:
         if not sealed:  # all were deleted since
             await self._store.release(delivery)
             return []
-        metrics.WAITED.labels("rollouts").inc(sum(max(0.0, RECORDS.now() - one.entry.at) for one in candidates if not one.entry.attempt))
+        metrics.WAITED.labels("rollouts").inc(
+            sum(max(0.0, RECORD_CLOCK.now() - one.entry.at) for one in candidates if not one.entry.attempt)
+        )
         missing = max(0, asked.group_size - len(sealed))
         return [TakenDelivery(delivery, 1 + max(one.entry.attempt for one in candidates), until, sealed, missing)]
 

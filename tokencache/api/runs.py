@@ -9,7 +9,7 @@ from tokencache.api.gauges import Gauges
 from tokencache.api.http import finite, flag, json_response, not_found, number
 from tokencache.api.openapi import register
 from tokencache.api.summaries import SessionList
-from tokencache.store.clock import RECORDS
+from tokencache.store.clock import RECORD_CLOCK
 from tokencache.trajectories.reports import PASSING
 from tokencache.trajectories.runs import Asked, list_runs, report, selected
 from tokencache.trajectories.summaries import SessionSummary
@@ -45,7 +45,7 @@ class _RunsApi:
         if not sessions and (asked.run or asked.tag):
             raise not_found(f"no session is in run {asked.run[:80]!r}" if asked.run else f"no session has the tag {asked.tag[:80]!r}")
         groups = await self._gauges.groups()
-        return json_response(await asyncio.to_thread(report, sessions, asked, now=RECORDS.now(), queue=groups))
+        return json_response(await asyncio.to_thread(report, sessions, asked, now=RECORD_CLOCK.now(), queue=groups))
 
     async def _sessions(self, request: web.Request) -> list[SessionSummary]:
         return await (self._list.recent() if flag(request, "recent") else self._list.now())

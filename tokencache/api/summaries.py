@@ -16,7 +16,7 @@ from tokencache.core.incidents import IncidentKind
 from tokencache.core.outcome import Outcome, OutcomeKind
 from tokencache.errors import HarnessError
 from tokencache.proxy.ledger import Ledger
-from tokencache.store.clock import RECORDS
+from tokencache.store.clock import RECORD_CLOCK
 from tokencache.trajectories.reports import tags_of
 from tokencache.trajectories.summaries import SESSION_STATES, SessionSummary, summarize
 
@@ -136,7 +136,7 @@ class SessionList:
             "found": len(found),
             "offset": offset,
             "states": {name: sum(one.is_in(name) for one in named) for name in SESSION_STATES},
-            "now": RECORDS.now(),
+            "now": RECORD_CLOCK.now(),
             "sessions": found[offset : offset + limit],
         }
 

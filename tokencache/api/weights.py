@@ -18,7 +18,7 @@ from tokencache.engine.pool import Pool
 from tokencache.engine.weight_updates import WeightUpdates
 from tokencache.errors import HarnessError
 from tokencache.proxy.policy_version import UNKNOWN_HINT
-from tokencache.store.clock import RECORDS
+from tokencache.store.clock import RECORD_CLOCK
 from tokencache.trajectories.values import EngineWeightsInfo, WeightsInfo
 
 
@@ -45,7 +45,7 @@ class _WeightsApi:
 
     async def announce(self, request: web.Request) -> web.StreamResponse:
         given = await read_body(request, NewVersion)
-        engines, now = self._known(given.engines), RECORDS.now()
+        engines, now = self._known(given.engines), RECORD_CLOCK.now()
         with _refusals():
             if given.phase == "updating":
                 mode = "" if given.mode == "none" else given.mode
@@ -54,13 +54,13 @@ class _WeightsApi:
                 return json_response(self._info(await self._updates.begin(update)))
             version, lost = str(given.version), await self._announced.silent(engines)
             state = await self._announced.change(
-                lambda latest: latest.announce(version, RECORDS.now(), engines=engines, owner=given.owner, lost=lost)
+                lambda latest: latest.announce(version, RECORD_CLOCK.now(), engines=engines, owner=given.owner, lost=lost)
             )
             return json_response(self._info(state))
 
     async def begin(self, request: web.Request) -> web.StreamResponse:
         given = await read_body(request, NewUpdate)
-        name, now, paused = given.id or secrets.token_hex(8), RECORDS.now(), given.mode != "none"
+        name, now, paused = given.id or secrets.token_hex(8), RECORD_CLOCK.now(), given.mode != "none"
         update = Update(
             id=name,
             owner=given.owner,
@@ -141,5 +141,5 @@ def _conflict(update: Update | None) -> str:
         return f"the engines of the last update, by {update.owner or 'another trainer'!r}, are being resumed; send this request again"
     return (
         f"{update.owner or 'another trainer'!r} is updating the weights; its update ends by itself in "
-        f"{max(0.0, update.until - RECORDS.now()):.0f} s. Wait for it, or send the same owner to take part in it"
+        f"{max(0.0, update.until - RECORD_CLOCK.now()):.0f} s. Wait for it, or send the same owner to take part in it"
     )

@@ -32,7 +32,7 @@ from tokencache.engine.pool import Pool
 from tokencache.engine.upstream import Upstream
 from tokencache.errors import EngineError
 from tokencache.store.base import Store, StoreError
-from tokencache.store.clock import RECORDS
+from tokencache.store.clock import RECORD_CLOCK
 from tokencache.wakeup import Wakeup, end
 
 log = logging.getLogger(__name__)
@@ -87,12 +87,12 @@ class AnnouncedWeights:
         if lost is not None and lost.paused:  # the store lost its data: no replica could resume these engines any more
             log.warning("the update of the weights by %r is over, because the store has lost it; its engines are resumed", lost.owner)
             await self.resume(lost.engines)
-        if state.update is None or RECORDS.now() < state.update.until:
+        if state.update is None or RECORD_CLOCK.now() < state.update.until:
             return state
         if state.update.ended:
             return await self._resume_again(state.update)
         log.warning("the update of the weights by %r has passed its timeout: the version is unknown", state.update.owner)
-        return await self.change(lambda latest: latest.expire(RECORDS.now()))
+        return await self.change(lambda latest: latest.expire(RECORD_CLOCK.now()))
 
     async def change(self, transition: Callable[[WeightsState], WeightsState]) -> WeightsState:
         """Apply a transition to the newest state, and store the result. If it ends an update, resume the engines that the proxy paused.
@@ -114,7 +114,7 @@ class AnnouncedWeights:
         while True:
             stored = await self._store.weights()
             restarted = self._started_later(stored)
-            following = transition(stored.restarted(restarted, RECORDS.now()))
+            following = transition(stored.restarted(restarted, RECORD_CLOCK.now()))
             changed = following is not stored
             if changed:
                 following = msgspec.structs.replace(following, revision=stored.revision + 1)
@@ -126,7 +126,7 @@ class AnnouncedWeights:
 
     async def _resume_again(self, update: Update) -> WeightsState:
         """Resume the engines of an update that ended some time ago, unless another replica does so now."""
-        state, changed = await self._replace(lambda latest: latest.postponed(update.id, RECORDS.now()))
+        state, changed = await self._replace(lambda latest: latest.postponed(update.id, RECORD_CLOCK.now()))
         return await self._resume_ended(update) if changed else state
 
     async def _resume_ended(self, update: Update) -> WeightsState:

@@ -29,7 +29,7 @@ from tokencache.engine.probe import PLAIN_ARGS
 from tokencache.engine.template.boundary import ASK
 from tokencache.engine.template.renderer import RenderError
 from tokencache.errors import NO_ROUTE, EngineError
-from tokencache.store.clock import RECORDS
+from tokencache.store.clock import RECORD_CLOCK
 
 log = logging.getLogger(__name__)
 
@@ -216,7 +216,7 @@ class EngineMonitor:
     def mark_down(self, why: str) -> None:
         """Send no calls to the engine until it answers a check."""
         self.engine.forget(why)
-        self.gone_at = RECORDS.now()
+        self.gone_at = RECORD_CLOCK.now()
         self.falls += 1
         self.has_health = self.has_label = True  # another server may run there later
         self._log(f"down: {why}")

@@ -29,7 +29,7 @@ from tokencache.engine.placement import Footprint
 from tokencache.engine.pool import Pool
 from tokencache.errors import HarnessError
 from tokencache.store.base import LEARNED, EngineEntry, Store, StoreError
-from tokencache.store.clock import RECORDS
+from tokencache.store.clock import RECORD_CLOCK
 from tokencache.wakeup import end
 
 log = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class EngineMembership:
                 "until GET /tokencache/v1/engines says drained; or DELETE it with force=true: calls under way run to their end all the same"
             )
             raise HarnessError(message, status=HTTPStatus.CONFLICT, kind="engine_in_use")
-        await self._store.put_engine(EngineEntry(url, "removed", RECORDS.now()))
+        await self._store.put_engine(EngineEntry(url, "removed", RECORD_CLOCK.now()))
         await self.synchronize()
 
     async def synchronize(self) -> list[EngineEntry]:
@@ -149,7 +149,7 @@ class EngineMembership:
                 await self._apply(entry)
             for monitor in list(self._pool.monitors):
                 if monitor.url not in wanted and monitor.url not in self._configured:
-                    await self._store.put_engine(EngineEntry(monitor.url, _state(monitor), RECORDS.now()))
+                    await self._store.put_engine(EngineEntry(monitor.url, _state(monitor), RECORD_CLOCK.now()))
             await self._share_stops([entry for entry in entries if entry.replica == LEARNED])
             await self._report([entry for entry in entries if entry.url and entry.replica != LEARNED])
             await self._share_loads([entry for entry in entries if not entry.url])
@@ -163,7 +163,7 @@ class EngineMembership:
             self._pool.drain(entry.url)
         else:
             await self._pool.remove(entry.url)
-            if RECORDS.now() - entry.at > _REMOVED_SECONDS:
+            if RECORD_CLOCK.now() - entry.at > _REMOVED_SECONDS:
                 await self._store.drop_engine(entry.url)
                 await self._store.drop_engine(entry.url, LEARNED)
 
@@ -175,22 +175,22 @@ class EngineMembership:
             monitor.engine.learn(others)
             if any(not tokens <= others.get(model, set()) for model, tokens in monitor.engine.learned.items()):
                 stops = tuple((model, tuple(sorted(tokens))) for model, tokens in sorted(monitor.engine.learned.items()) if tokens)
-                await self._store.put_engine(EngineEntry(monitor.url, at=RECORDS.now(), replica=LEARNED, stops=stops))
+                await self._store.put_engine(EngineEntry(monitor.url, at=RECORD_CLOCK.now(), replica=LEARNED, stops=stops))
 
     async def _report(self, entries: Sequence[EngineEntry]) -> None:
         """Report the calls under way on engines that are drained, and drop reports that are no longer valid."""
         draining = [monitor for monitor in self._pool.monitors if monitor.draining]
         for monitor in draining:
             calls = monitor.engine.upstream.under_way
-            await self._store.put_engine(EngineEntry(monitor.url, "draining", RECORDS.now(), self._replica, calls))
+            await self._store.put_engine(EngineEntry(monitor.url, "draining", RECORD_CLOCK.now(), self._replica, calls))
         urls = {monitor.url for monitor in draining}
         for entry in entries:
-            if entry.replica and (entry.url not in urls or RECORDS.now() - entry.at > _REPORT_SECONDS):
+            if entry.replica and (entry.url not in urls or RECORD_CLOCK.now() - entry.at > _REPORT_SECONDS):
                 await self._store.drop_engine(entry.url, entry.replica)
 
     async def _share_loads(self, entries: Sequence[EngineEntry]) -> None:
         """Report loads and footprint of this replica if they have changed, take over those of the others, and drop old reports."""
-        now, clock, placement, admission = RECORDS.now(), time.monotonic(), self._pool.placement, self._admission
+        now, clock, placement, admission = RECORD_CLOCK.now(), time.monotonic(), self._pool.placement, self._admission
         reports = list[EngineEntry]()
         for entry in entries:
             if now - entry.at > _REPORT_SECONDS:
@@ -217,7 +217,7 @@ class EngineMembership:
             await self._store.put_engine(msgspec.structs.replace(report, at=now))
 
     async def _set(self, url: str, state: MemberState) -> EngineMember:
-        await self._store.put_engine(EngineEntry(url, state, RECORDS.now()))
+        await self._store.put_engine(EngineEntry(url, state, RECORD_CLOCK.now()))
         return await self._existing(url)
 
     async def _existing(self, url: str) -> EngineMember:
@@ -229,7 +229,7 @@ class EngineMembership:
         return self._member(monitor, entries)
 
     def _member(self, monitor: EngineMonitor, entries: Sequence[EngineEntry]) -> EngineMember:
-        now, own = RECORDS.now(), monitor.engine.upstream.under_way
+        now, own = RECORD_CLOCK.now(), monitor.engine.upstream.under_way
         elsewhere = sum(
             entry.calls
             for entry in entries

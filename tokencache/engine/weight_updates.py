@@ -11,7 +11,7 @@ from http import HTTPStatus
 from tokencache.core.weights import Update, UpdateConflictError, WeightsState
 from tokencache.engine.announced_weights import AnnouncedWeights, Failure
 from tokencache.errors import EngineError, HarnessError
-from tokencache.store.clock import RECORDS
+from tokencache.store.clock import RECORD_CLOCK
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class WeightUpdates:
         state = await self._announced.read()
         if version and state.ended_with(name) == version:  # the answer to an earlier request was lost
             return state
-        state.end_update(name, version, RECORDS.now())  # raises before any engine is told
+        state.end_update(name, version, RECORD_CLOCK.now())  # raises before any engine is told
         update = state.under_way
         if update is not None and update.paused and version:
             # Before the engines go on, so that vLLM's own spans begin with the right token. vLLM before 0.27 has neither.
@@ -72,7 +72,7 @@ class WeightUpdates:
             for url, failure in problems.items():
                 log.info("engine %s: it does not know the version of its weights: %s", url, failure.reason)
         lost = await self._announced.silent(update.engines if update is not None else ())
-        state = await self._announced.change(lambda latest: latest.end_update(name, version, RECORDS.now(), lost=lost))
+        state = await self._announced.change(lambda latest: latest.end_update(name, version, RECORD_CLOCK.now(), lost=lost))
         if state.update is not None and state.update.id == name:
             message = "the version is set, but an engine could not be resumed; the proxy tries it again (its log names the engine)"
             raise EngineError(message, status=HTTPStatus.BAD_GATEWAY)

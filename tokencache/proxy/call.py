@@ -61,7 +61,7 @@ from tokencache.proxy.recorder import Recorded, turns_of
 from tokencache.proxy.reply_source import End, EndKind, ReplySource
 from tokencache.proxy.response import REQUEST_ID, Response
 from tokencache.store.base import BeginResult, Join, OpenCall, Store, StoreError
-from tokencache.store.clock import RECORDS
+from tokencache.store.clock import RECORD_CLOCK
 
 if TYPE_CHECKING:
     from tokencache.proxy.spans import CallSpans
@@ -128,7 +128,7 @@ class CallAttempt:
             session=asked.session,
             chat=asked.chat,
             fingerprint=asked.fingerprint,
-            started=time.monotonic() + (offset := RECORDS.offset),
+            started=time.monotonic() + (offset := RECORD_CLOCK.offset),
             offset=offset,
         )
         self._response, self._settings, self._exchange = asked.response, asked.settings, asked.response.exchange

@@ -55,7 +55,7 @@ from tokencache.proxy.response import REQUEST_ID, RETURNED_ID, Exchange, Respons
 from tokencache.proxy.sessions import Origin, SessionRequest, SettingsCache
 from tokencache.request_memory import Owner, holding_of
 from tokencache.store.base import SessionFinishedError, SessionSealedError, SettingsChangedError, StoreError
-from tokencache.store.clock import RECORDS
+from tokencache.store.clock import RECORD_CLOCK
 
 log = logging.getLogger(__name__)
 
@@ -195,7 +195,7 @@ class Endpoints:
             headers.setdefault(name, session)
         harness = settings.harness or origin.harness or self._profiles.recognise(request.headers.get("User-Agent", ""))
         path = "".join((route, *origin.path.partition("?")[1:]))
-        began, leniency = time.monotonic() + RECORDS.offset, self._profiles.leniency(harness)
+        began, leniency = time.monotonic() + RECORD_CLOCK.offset, self._profiles.leniency(harness)
         return SessionRequest(request, session, origin, settings, route, path, headers, harness, leniency, holding, began)
 
     async def _serve_route(self, asked: SessionRequest) -> web.StreamResponse:
@@ -437,7 +437,7 @@ async def _relay_noted(
     answered = False
 
     async def note(kind: IncidentKind, detail: str) -> None:
-        await ledger.add_incidents(asked.session, [kind.incident(f"{what} is relayed, {detail}", at=RECORDS.now())])
+        await ledger.add_incidents(asked.session, [kind.incident(f"{what} is relayed, {detail}", at=RECORD_CLOCK.now())])
 
     async def before_answer(status: int) -> None:
         nonlocal answered

@@ -21,7 +21,7 @@ from tokencache.engine.model import Engine, Model
 from tokencache.engine.reply import Reply
 from tokencache.proxy.plan import Plan
 from tokencache.proxy.policy_version import PieceVersions, VersionReading
-from tokencache.store.clock import RECORDS
+from tokencache.store.clock import RECORD_CLOCK
 
 
 class BegunCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +47,7 @@ class BegunCall(msgspec.Struct, frozen=True, kw_only=True):
 
     def incident(self, kind: IncidentKind, detail: str = "", *, hole: bool | None = None, status: int = 0) -> Incident:
         """Make an incident of this call."""
-        return kind.incident(detail, call=self.id, hole=hole, at=RECORDS.now(), status=status)
+        return kind.incident(detail, call=self.id, hole=hole, at=RECORD_CLOCK.now(), status=status)
 
     def left(self, detail: str) -> Incident:
         """Make the incident of a client that left.

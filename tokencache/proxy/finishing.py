@@ -19,7 +19,7 @@ from tokencache.core.session import SessionStage
 from tokencache.proxy.dedup.lost_calls import HEARTBEAT_SECONDS, LostCalls
 from tokencache.proxy.ledger import Ledger
 from tokencache.store.base import OutcomeConflictError, SessionInfo, Store, StoreError, read_states
-from tokencache.store.clock import RECORDS
+from tokencache.store.clock import RECORD_CLOCK
 from tokencache.trajectories.rollout import incidents_of
 from tokencache.wakeup import end
 
@@ -36,7 +36,7 @@ _OTHER = "other"
 async def offer(store: Store, info: SessionInfo) -> None:
     """Put an open session into the queue. This is done before it is finished, so that a crash in between cannot lose it."""
     if info.state is SessionStage.OPEN:
-        await store.offer(info.id, info.epoch, RECORDS.now())
+        await store.offer(info.id, info.epoch, RECORD_CLOCK.now())
 
 
 async def finish(ledger: Ledger, info: SessionInfo, outcome: Outcome | None = None) -> bool:

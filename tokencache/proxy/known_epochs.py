@@ -9,7 +9,7 @@ import msgspec
 
 from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.store.base import BeginResult, SessionGoneError, Store, StoreError
-from tokencache.store.clock import RECORDS
+from tokencache.store.clock import RECORD_CLOCK
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class KnownEpochs:
         except SessionGoneError as why:
             if not why.deleted:
                 with contextlib.suppress(StoreError):  # the call goes on in any case
-                    await self._add(session, [IncidentKind.SESSION_LOST.incident(_LOST, call=call, at=RECORDS.now())])
+                    await self._add(session, [IncidentKind.SESSION_LOST.incident(_LOST, call=call, at=RECORD_CLOCK.now())])
         except StoreError as why:
             log.warning("session %s call %s: it is not known whether the store has lost the session: %s", session, call, why)
 

@@ -43,7 +43,7 @@ from tokencache.store.base import (
     StoreError,
     TurnLostError,
 )
-from tokencache.store.clock import RECORDS
+from tokencache.store.clock import RECORD_CLOCK
 from tokencache.wakeup import Wakeup, end
 
 log = logging.getLogger(__name__)
@@ -315,7 +315,7 @@ class Ledger:
         except StoreError as why:
             self._backlog.begin_unopened(session, call)
             if self._strict:
-                refused = IncidentKind.STORE_ERROR.incident(_REFUSED, call=call, at=RECORDS.now(), hole=False)
+                refused = IncidentKind.STORE_ERROR.incident(_REFUSED, call=call, at=RECORD_CLOCK.now(), hole=False)
                 self._backlog.add(session, [refused], call=call, newest=not self._refused.count(session))
             self._failed("begin", session, call, why)
             return None
@@ -374,7 +374,7 @@ class Ledger:
             await self.store.commit(session, epoch, call, recorded.entries, recorded.incidents, documents=documents, engine=engine)
         except TurnLostError:
             log.warning("session %s call %s: the store has lost turns of the session that were recorded before", session, call)
-            lost = IncidentKind.SESSION_LOST.incident("the store has lost turns of the session", call=call, at=RECORDS.now())
+            lost = IncidentKind.SESSION_LOST.incident("the store has lost turns of the session", call=call, at=RECORD_CLOCK.now())
             _count([lost])
             self.prefixes.forget(epoch, {name for one in recorded.entries for name in (one.turn.base, one.turn.context_base) if name})
             recorded = await turns_of(facts, self.prefixes)
@@ -444,11 +444,13 @@ class Ledger:
         log.warning("session %s is finished: %s is refused", session, detail)
         if number:
             with contextlib.suppress(StoreError):  # the call is refused in any case
-                await self.add_incidents(session, [IncidentKind.LATE_CALL.incident(f"{detail}: late call no. {number}", at=RECORDS.now())])
+                await self.add_incidents(
+                    session, [IncidentKind.LATE_CALL.incident(f"{detail}: late call no. {number}", at=RECORD_CLOCK.now())]
+                )
 
     async def note_refused_call(self, session: str, kind: IncidentKind, detail: str, *, at: float = 0.0, status: int = 0) -> None:
         """Add an incident for a call that ended before it began, so that nothing was sampled; none if it would tell nothing new."""
-        incident = kind.incident(detail, at=at or RECORDS.now(), hole=False, status=status)
+        incident = kind.incident(detail, at=at or RECORD_CLOCK.now(), hole=False, status=status)
         try:
             if _is_new(incident, await self.store.session(session)):
                 _count([incident])
@@ -543,7 +545,7 @@ class Ledger:
 
     def _lose(self, session: str, epoch: str, call: str, incidents: Sequence[Incident]) -> None:
         """Keep the incidents of a call, and its end, until the store answers again; its turns could not be stored."""
-        lost = IncidentKind.STORE_ERROR.incident(_LOST, call=call, at=RECORDS.now())
+        lost = IncidentKind.STORE_ERROR.incident(_LOST, call=call, at=RECORD_CLOCK.now())
         _count([lost])
         stored = [msgspec.structs.replace(lost, hole=False)] if self._strict else []  # no client has received the reply
         self._backlog.add(session, [*incidents, lost], epoch=epoch, call=call, if_stored=stored)
@@ -595,7 +597,7 @@ def _dropped(session: str, call: str) -> Incident:
     """Log that the turns of a call are dropped, and return the incident. A store does not keep it if the session was deleted."""
     log.warning("session %s call %s: the session was deleted or lost during the call; its turns are dropped", session, call)
     detail = "the store had lost the session, or turns that this call continues, when the call ended"
-    return IncidentKind.SESSION_LOST.incident(detail, call=call, at=RECORDS.now())
+    return IncidentKind.SESSION_LOST.incident(detail, call=call, at=RECORD_CLOCK.now())
 
 
 def _count(incidents: Sequence[Incident]) -> None:

@@ -30,7 +30,7 @@ from tokencache.proxy.compressed_body import coding_of, decompressed
 from tokencache.proxy.fetched_media import FetchedMedia
 from tokencache.proxy.sessions import SessionRequest, SettingsCache
 from tokencache.request_memory import Holding, holding_of
-from tokencache.store.clock import RECORDS
+from tokencache.store.clock import RECORD_CLOCK
 
 PIECE_SECONDS = 60.0
 PIECE = 960 * 1024
@@ -202,7 +202,7 @@ async def arriving(request: web.Request) -> AsyncGenerator[bytes, None]:
     Raises:
         SlowBodyError: the body arrives too slowly.
     """
-    loop, content, began = asyncio.get_running_loop(), request.content, RECORDS.now()
+    loop, content, began = asyncio.get_running_loop(), request.content, RECORD_CLOCK.now()
     left, begun = PIECE_SECONDS, content.total_bytes
     if waits_to_send(request):
         del request[_WAITS]

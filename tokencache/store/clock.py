@@ -3,8 +3,8 @@
 A clock that is set forwards by more than the time to live would make sessions expire that are in use. So the memory store and the file
 store measure by a `SteadyClock`. Redis measures by the clock of its machine: there a `ClockWatch` can only report that it was set.
 
-What is recorded has the time of `RECORDS`: turns and incidents keep their order, and calls last as long as they do. All replicas of a store
-agree on it. Only what comes from outside, such as a deadline, is compared with the system clock.
+What is recorded has the time of `RECORD_CLOCK`: turns and incidents keep their order, and calls last as long as they do. All replicas of a
+store agree on it. Only what comes from outside, such as a deadline, is compared with the system clock.
 """
 
 import logging
@@ -93,5 +93,5 @@ def monotonic() -> float:
     return time.monotonic()
 
 
-RECORDS = SteadyClock()
+RECORD_CLOCK = SteadyClock()
 """The clock of what is recorded; it follows that of the store. The path of a call adds its offset in place, which enters no function."""

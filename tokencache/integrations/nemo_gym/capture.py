@@ -32,7 +32,7 @@ from tokencache.integrations.nemo_gym.gym_package import gym
 from tokencache.integrations.nemo_gym.proving import cumulative
 from tokencache.store import open_store
 from tokencache.store.base import Entry, SealOutcome, Store
-from tokencache.store.clock import RECORDS
+from tokencache.store.clock import RECORD_CLOCK
 
 NO_TOKENS = Tokens(ids.pack([]), ids.pack([]))
 """The tokens of a turn here: they are in its record."""
@@ -108,7 +108,7 @@ class CaptureSink(_Client):
         keys = [_call_key(call)]
         if entry.continuation_fingerprint:
             keys.append(_reply_key(entry.continuation_fingerprint))
-        stored = Entry(Turn(id=turn, call=call, match="root", created=RECORDS.now()), NO_TOKENS, tuple(keys), record)
+        stored = Entry(Turn(id=turn, call=call, match="root", created=RECORD_CLOCK.now()), NO_TOKENS, tuple(keys), record)
         await store.commit(session, begun.epoch, call, [stored])
 
     async def mark_incomplete(self, rollout_id: str, model_call_id: str = "") -> None:
@@ -119,7 +119,7 @@ class CaptureSink(_Client):
         """End a call that the engine refused: nothing was sampled, so nothing is missing. Gym's main branch calls this, 0.7.0 does not."""
         store, session = await self._opened(), _session(rollout_id)
         begun = await store.begin(session, model_call_id, [])
-        refused = Incident("gym-engine-refused", str(code), call=model_call_id, at=RECORDS.now())
+        refused = Incident("gym-engine-refused", str(code), call=model_call_id, at=RECORD_CLOCK.now())
         await store.settle(session, begun.epoch, model_call_id, [refused])
 
 
@@ -204,7 +204,7 @@ def _reply_key(fingerprint: str) -> bytes:
 
 
 def _hole(detail: str, call: str) -> Incident:
-    return Incident("gym-capture-incomplete", detail, hole=True, call=call, at=RECORDS.now())
+    return Incident("gym-capture-incomplete", detail, hole=True, call=call, at=RECORD_CLOCK.now())
 
 
 def _whole(entry: Any, sequence: list[int]) -> Any:

@@ -43,7 +43,7 @@ from tokencache.proxy.facts import RequestSample
 from tokencache.proxy.ledger import SampledCounter
 from tokencache.proxy.response import Response
 from tokencache.store.base import BeginResult, Join, OpenCall, SessionGoneError, SettingsChangedError, StoreError
-from tokencache.store.clock import RECORDS
+from tokencache.store.clock import RECORD_CLOCK
 from tokencache.wakeup import end, to_the_end
 
 log = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class CallsInFlight:
                     ended = await self._end_of_duplicate(asked, call, result)
                     if turns := whole_reply_of(ended.turns, asked.chat.n):
                         call.report(IncidentKind.RETRY_JOINED)
-                        return await self._join(asked, result.epoch, turns, since=RECORDS.now() - (time.monotonic() - began))
+                        return await self._join(asked, result.epoch, turns, since=RECORD_CLOCK.now() - (time.monotonic() - began))
                     join = join if ended.died else "never"
                 elif result is not None:
                     return result
@@ -211,7 +211,10 @@ class CallsInFlight:
     def _give_back(self, session: str, epoch: str, turns: tuple[Turn, ...], claimed: Claim, noted: list[Incident]) -> None:
         """Let another retry claim a reply whose client left before it was sent; `noted` says that it received the reply."""
         if claimed in _MAY_BE_OURS:
-            detail, at = "the client of a repeated call left before the recorded reply was sent", noted[0].at if noted else RECORDS.now()
+            detail, at = (
+                "the client of a repeated call left before the recorded reply was sent",
+                noted[0].at if noted else RECORD_CLOCK.now(),
+            )
             gone = IncidentKind.CLIENT_GONE.incident(detail, call=turns[0].call, turn=turns[0].id, at=at)
             self._ledger.detach(asyncio.create_task(self._note_unsent(session, epoch, gone)))
 
@@ -229,7 +232,7 @@ class CallsInFlight:
         if not number and claimed is Claim.RECEIVED:
             return []
         detail = "a repeated call got the recorded reply" + (f": repetition no. {number}" if number else "")
-        return [kind.incident(detail, call=turns[0].call, turn=turns[0].id, at=RECORDS.now())]
+        return [kind.incident(detail, call=turns[0].call, turn=turns[0].id, at=RECORD_CLOCK.now())]
 
     async def _end_of_duplicate(self, asked: CallRequest, call: CallAttempt, opening: Opening) -> _Ended:
         """Wait until the call in flight has ended. Meanwhile mark it in the store as wanted."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from tokencache.store.clock import RECORDS, TOLERANCE, SteadyClock, monotonic, system_time
+from tokencache.store.clock import RECORD_CLOCK, TOLERANCE, SteadyClock, monotonic, system_time
 from tokencache.store.encoding import pack, unpack
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class FileClock(SteadyClock):
             self.offset = saved.offset
         else:
             self.offset = max(saved.latest, self.system() - saved.ahead) - monotonic()
-        RECORDS.follow(self.now(), monotonic())
+        RECORD_CLOCK.follow(self.now(), monotonic())
         self.save(db)
 
     def save(self, db: sqlite3.Connection) -> None:

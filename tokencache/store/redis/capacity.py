@@ -19,7 +19,7 @@ from redis import exceptions
 
 from tokencache.background import repeat
 from tokencache.store.base import StoreError, StoreUsage
-from tokencache.store.clock import NOTICED, RECORDS, TOLERANCE, ClockWatch, monotonic
+from tokencache.store.clock import NOTICED, RECORD_CLOCK, TOLERANCE, ClockWatch, monotonic
 from tokencache.store.redis.answers import check
 from tokencache.store.redis.connections import Backend, Run
 from tokencache.store.redis.retries import RetryingClient
@@ -104,7 +104,7 @@ class CapacityWatch:
         if took < TOLERANCE / 2:
             self._clocks.setdefault(number, ClockWatch("redis", _CLOCK_EFFECT)).check(reading, started)
         if number == 0 and took < NOTICED / 2:
-            RECORDS.follow(reading, started)
+            RECORD_CLOCK.follow(reading, started)
 
     async def _info(self, run: Run) -> dict[str, Any]:
         reply = await self._client.call("capacity", lambda _: _info(run, "memory"))
