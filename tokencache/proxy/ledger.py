@@ -440,13 +440,11 @@ class Ledger:
 
     async def note_late_call(self, session: str, detail: str) -> None:
         """Add an incident for a call that arrived after its session was finished; nothing was sampled. `detail` names the kind of call."""
-        number = self._late.count(session)
         log.warning("session %s is finished: %s is refused", session, detail)
-        if number:
+        if number := self._late.count(session):
             with contextlib.suppress(StoreError):  # the call is refused in any case
-                await self.add_incidents(
-                    session, [IncidentKind.LATE_CALL.incident(f"{detail}: late call no. {number}", at=RECORD_CLOCK.now())]
-                )
+                late = IncidentKind.LATE_CALL.incident(f"{detail}: late call no. {number}", at=RECORD_CLOCK.now())
+                await self.add_incidents(session, [late])
 
     async def note_refused_call(self, session: str, kind: IncidentKind, detail: str, *, at: float = 0.0, status: int = 0) -> None:
         """Add an incident for a call that ended before it began, so that nothing was sampled; none if it would tell nothing new."""
