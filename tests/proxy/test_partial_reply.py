@@ -44,14 +44,6 @@ async def test_half_a_character_is_not_a_boundary():
     assert await told([*THOUGHT, b"a ", coffee[:1], coffee[1:]], "a ☕", 3, 4, 6) == 6
 
 
-@pytest.mark.parametrize("start", [["☕".encode()[:1], "☕".encode()[1:2], "☕".encode()[2:]], [b"<", b"b>"]])
-async def test_the_first_text_may_be_held_back(start):
-    """The first character is made of three tokens; or a parser waits whether a call begins. The text is delivered with the last of them."""
-    heard, last = b"".join(start).decode(), len(THOUGHT) + len(start)
-    assert await told([*THOUGHT, *start, b" go"], heard, last - 1, last, last) == last
-    assert await told([*THOUGHT, *start, b" go"], f"{heard} go", last - 1, last, last + 1) == last + 1
-
-
 @pytest.mark.parametrize("last", [b"a<", b"a" + "é".encode()[:1]])
 async def test_the_same_words_in_the_thought_are_not_the_text(last):
     """The text ends within a token: no place is found, and not that of equal words shortly before."""

@@ -290,8 +290,7 @@ class Cut(NamedTuple):
 class DeliveredPrefix(NamedTuple):
     """The part of an aborted turn's reply that a harness received.
 
-    The tokens of `text` start at an index from `first` (inclusive) to `begun` (exclusive), or slightly before, and end at index `after` or
-    slightly before it.
+    The tokens of `text` start at an index from `first` (inclusive) to `begun` (exclusive) and end at index `after` or slightly before it.
     If it ends after a call instead, `calls` is the number of its calls. The first begins after index `first`, the last after `begun`, and
     it ends at most at `after`.
     `rules` are the rules that were needed.

@@ -16,7 +16,7 @@ from tokencache.core import ids
 from tokencache.core.verdict import DeliveredPrefix
 
 HELD_BACK = 4
-"""Maximum number of tokens that may have been held back when a text was delivered: by a parser, or because a character was incomplete."""
+"""Maximum number of tokens that a parser may have held back when the last text was delivered."""
 _AROUND = 3
 """Number of tokens tried on each side of the place that the lengths suggest: a part of a character may decode to several characters."""
 
@@ -36,7 +36,6 @@ async def delivered_tokens(
         RenderError: the engine cannot decode its ids.
     """
     known: dict[int, str] = {}
-    earliest = max(0, delivered.first - HELD_BACK)
 
     async def text(n: int) -> str:
         if n not in known:
@@ -50,11 +49,11 @@ async def delivered_tokens(
         has the right length.
         """
         before = len(whole) - len(delivered.text)
-        low, high = earliest, delivered.begun
+        low, high = delivered.first, delivered.begun
         while low < high:
             middle = (low + high) // 2
             low, high = (middle + 1, high) if len(await text(middle)) < before else (low, middle)
-        near = range(max(earliest, low - _AROUND), min(delivered.begun, low + _AROUND + 1))
+        near = range(max(delivered.first, low - _AROUND), min(delivered.begun, low + _AROUND + 1))
         return any([await text(first) == whole[:before] for first in near])
 
     found: dict[str, int] = {}
