@@ -55,9 +55,9 @@ def test_there_is_no_violation(template, turns):
 
 @pytest.mark.parametrize("template", some(["Qwen3", "Qwen3.5 think", "GLM-4.5", "Nemotron-3", "Kimi-K2-Thinking", "EXAONE 4.0"], 2))
 def test_there_is_no_violation_in_sessions_that_follow_the_template(template):
-    tally = run(FEW // 2, SEED, templates=[template], history="follow")
+    tally = run(FEW // 2, SEED + 2, templates=[template], history="follow")
     assert not tally.guilty, "\n".join([tally.table(), *tally.shown(3)])
-    assert tally.reasons["resplice: thinking-dropped"] > FEW / 30
+    assert tally.reasons["resplice: thinking-dropped"] > FEW / 20
     # a text that the harness trimmed may begin or end within a token, and a call may be written otherwise than it was sampled: that is text
     assert tally.counts["not placed"] + tally.counts["missed"] <= tally.counts["owed"] / 2
 
