@@ -338,9 +338,8 @@ class SessionQueue:
         if not sealed:  # all were deleted since
             await self._store.release(delivery)
             return []
-        metrics.WAITED.labels("rollouts").inc(
-            sum(max(0.0, RECORD_CLOCK.now() - one.entry.at) for one in candidates if not one.entry.attempt)
-        )
+        now = RECORD_CLOCK.now()
+        metrics.WAITED.labels("rollouts").inc(sum(max(0.0, now - one.entry.at) for one in candidates if not one.entry.attempt))
         missing = max(0, asked.group_size - len(sealed))
         return [TakenDelivery(delivery, 1 + max(one.entry.attempt for one in candidates), until, sealed, missing)]
 

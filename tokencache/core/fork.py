@@ -21,7 +21,7 @@ def turns_to_share(turns: Sequence[Turn], last: str) -> list[Turn]:
         KeyError: there is no such turn.
     """
     by_id = {turn.id: turn for turn in turns}
-    history = _reached(by_id, by_id[last].id, _in_history)
+    history = _reached(by_id, last, _in_history)
     needed = _reached(by_id, last, lambda turn: (*_in_history(turn), turn.base, turn.context_base))
     return [_shared(turn, in_history=turn.id in history) for turn in turns if turn.id in needed]
 

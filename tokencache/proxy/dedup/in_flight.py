@@ -211,10 +211,8 @@ class CallsInFlight:
     def _give_back(self, session: str, epoch: str, turns: tuple[Turn, ...], claimed: Claim, noted: list[Incident]) -> None:
         """Let another retry claim a reply whose client left before it was sent; `noted` says that it received the reply."""
         if claimed in _MAY_BE_OURS:
-            detail, at = (
-                "the client of a repeated call left before the recorded reply was sent",
-                noted[0].at if noted else RECORD_CLOCK.now(),
-            )
+            detail = "the client of a repeated call left before the recorded reply was sent"
+            at = noted[0].at if noted else RECORD_CLOCK.now()
             gone = IncidentKind.CLIENT_GONE.incident(detail, call=turns[0].call, turn=turns[0].id, at=at)
             self._ledger.detach(asyncio.create_task(self._note_unsent(session, epoch, gone)))
 

@@ -136,7 +136,7 @@ PICTURES = {
         reads("vision_analyze", "image_url", question="What is it?"),
         seeing,
         [("root", "", 5), ("resplice", "context-edited", 2)],
-        note="`vision_analyze`, and `--image`; on resume it puts a text in the place of every image",
+        note="`vision_analyze`, and `--image`; on resume it replaces every image by a text",
     ),
     "claude-code_images": Pictures(
         "claude-code",
