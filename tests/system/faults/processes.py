@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _OK = 200
+_STORE_TOO_SLOW = re.compile(r"tokencache: redis: .*within [\d.]+ s")
+"""Why a start ended, as its last line."""
 
 
 def ask(url: str, body: Any = None, method: str | None = None) -> tuple[int, Any]:
@@ -71,6 +73,11 @@ class Process:
         with self.log.open("ab") as log:
             return subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=self._environment)
 
+    @property
+    def starts_again(self) -> bool:
+        """Whether a supervisor would start it again, now that it has ended."""
+        return False
+
     def signal(self, which: signal.Signals) -> None:
         assert self._running is not None
         self._running.send_signal(which)
@@ -98,9 +105,11 @@ class Process:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def wait(self, condition: Callable[[], Any], what: str) -> None:
-        """Waits for it to be ready; raises an error at once if it ends."""
+        """Waits for it to be ready; raises an error at once if it ends, unless a supervisor starts it again."""
 
         def look() -> Any:
+            if not self.alive and self.starts_again:
+                self.start()
             if not self.alive:
                 raise RuntimeError(f"{self.name} ended: {self.output()[-2000:]}")
             return condition()
@@ -163,6 +172,11 @@ class Proxy(Program):
     def ready(self) -> Self:
         self.wait(lambda: ask(f"{self.url}/readyz")[0] == _OK, "its readiness")
         return self
+
+    @property
+    def starts_again(self) -> bool:
+        """At its start it gives up if the store is slower than `--store-timeout`: a machine that was busy for that long is no fault."""
+        return bool(_STORE_TOO_SLOW.match(self.output().rstrip().rpartition("\n")[2]))
 
     def gauge(self, name: str) -> int | None:
         """The value of a gauge without labels; `None` if it does not answer."""

@@ -324,3 +324,19 @@ async def test_slow(wired, http):
     found = stack.check([*slow, *slower])
     assert found.clean, found.words
     assert sorted(found.marked) == sorted(agent.session for agent in slower)
+
+
+def test_slow_while_a_replica_starts(started):
+    """It ends, and says why; a supervisor starts it again."""
+    stack = started(options=QUICK, redis=LOGGED["always"], engine=PACE)
+    late = stack.replica("late")
+    stack.redis.pause()
+    try:
+        assert late.start().ended() != 0
+    finally:
+        stack.redis.resume()
+    late.ready().kill()
+    wrong = stack.replica("wrong", "--placement", "nowhere").start()
+    assert wrong.ended() != 0
+    with pytest.raises(RuntimeError, match="wrong ended"):
+        wrong.ready()
