@@ -423,6 +423,23 @@ def test_who_left_asked_again_and_got_the_very_same_tokens_may_mean_either():
     assert index.match(U1, Message("assistant", "One, two"), U2).parent.id == "b"
 
 
+@pytest.mark.parametrize(
+    ("left", "in_doubt"),
+    [
+        (("a", "  I see.", (1, 8)), True),
+        (("a", "I see.", (6,)), False),
+        (("a", None, (0,), ToolCall(C1, "Bash", "{")), True),
+        (("a", None, ()), True),  # of its thinking, which it does not show
+    ],
+)
+def test_an_empty_message_may_be_what_was_received_of_an_interrupted_reply(left, in_doubt):
+    index, (name, text, cuts, *calls) = _Index(CLAUDE), left
+    index.add(_turn("b", Message("assistant", None, "Is it? Yes.")), U1)
+    assert index.match(U1, Message("assistant", " \n"), U2)[:2] == ("continue", "")
+    index.add(_left(name, text, cuts, calls=tuple(calls)), U1, aborted=True)
+    assert (index.match(U1, Message("assistant", " \n"), U2).reason == "ambiguous-reply") == in_doubt
+
+
 def test_an_aborted_turn_is_not_taken_within_a_call():
     """But up to the first one, whose event has no text."""
     index = _Index(CLAUDE)

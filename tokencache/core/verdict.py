@@ -371,7 +371,17 @@ def may_be_delivered(turn: Turn, echoed: Message) -> bool:
         # an id that counts does not tell the call, and its arguments only if they arrived completely
         forms = [ours, *[calls[0] for _, calls in understood_calls((ours,), (theirs.name,))]]
         return is_unique(ours.id) or not _arrived(ours) or any(_judge_call(form, theirs, STRICT) is not None for form in forms)
+    if not (echoed.calls or echoed.text or echoed.thought):
+        return _may_have_said_nothing(turn)
     return bool(_cuts_of(turn, echoed))
+
+
+def _may_have_said_nothing(turn: Turn) -> bool:
+    """Whether a harness may have received nothing of an interrupted reply that it shows, or only blank text."""
+    if CUT_OFF.isdisjoint(turn.marks):
+        return False
+    content, cuts = turn.served.content or "", unpack_cuts(turn.cuts)
+    return not (cuts and content[inline_end(content) : cuts[0].content].strip(BLANK))
 
 
 def _cuts_of(turn: Turn, echoed: Message) -> list[Cut]:
