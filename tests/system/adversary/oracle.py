@@ -525,8 +525,14 @@ class Oracle:
 
     @staticmethod
     def _is_echo(entry: Entry, said: SampledTurn) -> bool:
-        """Whether an entry has the words of a turn, or is what the harness made of its reply."""
-        return said.is_said_by(entry) or (entry.is_kept and entry.turn == said.number)
+        """Whether an entry has the words of a turn, or is what the harness made of its reply.
+
+        Whoever wrote it, it also has them with the stop string at which the turn ended.
+        """
+        text = text_of(entry.message)
+        without_stop = replace(entry, message={**entry.message, "content": text.removesuffix(said.stop)})
+        with_stop = bool(said.stop) and text.endswith(said.stop) and said.is_said_by(without_stop)
+        return with_stop or said.is_said_by(entry) or (entry.is_kept and entry.turn == said.number)
 
     def _evidence(  # noqa: C901, PLR0911 - one for each kind
         self, entries: Sequence[Entry], place: int, previous: int | None, scope: str

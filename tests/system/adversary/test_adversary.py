@@ -671,6 +671,25 @@ async def test_a_message_of_the_client_s_may_be_a_reply_with_its_stop_string(mon
     assert {kind for kind in NEVER if talk.tally.counts[kind]} == found
 
 
+@pytest.mark.parametrize(("copy", "found"), [("Yes.</search>", set()), ("Yes", {"false"})])
+async def test_a_history_that_was_sampled_from_is_that_one_whoever_wrote_its_last_message(monkeypatch, copy, found):
+    """A copy of another reply, with the stop string at which both ended, stands there. The matcher chooses the first turn in a position."""
+    talk, asked = Judged(stop=["</search>"]), Entry(ASK)
+
+    async def yes(more, *before):
+        said = await talk.ask({"content": f"Yes.</search>{more}"}, asked, *before)
+        return written(replace(said, stop="</search>", owed=False), "</search>")
+
+    first = await yes("")
+    await yes("", first, asked)
+    other = await yes(" more")
+    monkeypatch.setattr(match, "_interchangeable", lambda *_, **__: True)
+    copied = replace(other, message={**other.message, "content": copy})
+    await talk.ask({"content": "Done."}, asked, other, asked, copied, asked)
+    assert [span.turn for span in talk.oracle.turns[3].spans][:1] == [0]
+    assert {kind for kind in NEVER if talk.tally.counts[kind]} == found
+
+
 @pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize(
     ("change", "found"),
