@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from tokencache.dialects.chat.rendering import RenderArgs
     from tokencache.dialects.reply_encoder import ReplyEncoder
     from tokencache.proxy.plan import Plan
-    from tokencache.store.base import BeginResult
+    from tokencache.store.base import BeginResult, Store
 
 PATHS = {
     "chat": "/v1/chat/completions",
@@ -136,15 +136,24 @@ class Stack:
     """One proxy with one engine; `template` is a name in `more_kinds.ALL_KINDS`.
 
     With `whole`, it is the real template from the shared folder instead of the stand-in. `seed` decides how replies are spelled in ids.
-    `base` and `parses` are those of its `Engine`.
+    `base` and `parses` are those of its `Engine`. Without a `store`, it has one in memory.
     """
 
-    def __init__(self, template: str = "Qwen3", *, seed: int = 0, whole: bool = False, base: bool = False, parses: bool = True) -> None:
+    def __init__(
+        self,
+        template: str = "Qwen3",
+        *,
+        seed: int = 0,
+        whole: bool = False,
+        base: bool = False,
+        parses: bool = True,
+        store: Store | None = None,
+    ) -> None:
         self.kind = ALL_KINDS[template]
         self.renderer = Renderer.of(self.kind, shared=whole)
         self.rng = random.Random(seed)
         self.engine = Engine(self.kind, self.renderer, self.rng, base=base, parses=parses)
-        self.store = MemoryStore()
+        self.store = store or MemoryStore()
         self.ledger = Ledger(self.store, PrefixCache(self.store, max_bytes=64 * 2**20))
         self.bodies = IncrementalParser()
         self.bodies.secret = b"a secret of 32 bytes, always one"

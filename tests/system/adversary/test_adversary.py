@@ -14,7 +14,9 @@ import msgspec
 import pytest
 
 from tests.engine.template.more_kinds import ALL_KINDS
+from tests.support.material import require
 from tests.support.pairwise import some
+from tests.support.redis_server import RealRedis, find_binary
 from tests.system.adversary import dialects, stack
 from tests.system.adversary.observed import NEVER, Entry, Span, Tally
 from tests.system.adversary.oracle import Oracle
@@ -67,6 +69,15 @@ def test_replies_that_can_be_identified_are_supplied(turns):
     tally = run(turns, SEED, templates=USUAL)
     assert tally.counts["owed"] > turns / 2
     assert tally.counts["missed"] <= tally.counts["owed"] / 200, "\n".join([tally.table(), *tally.shown(5, misses=True)])
+
+
+@pytest.mark.redis
+def test_a_run_with_redis_is_the_one_in_memory():
+    require("redis-server", find_binary())
+    with RealRedis() as server:
+        with_redis = run(FEW // 4, SEED, templates=USUAL, redis=server.url)
+    assert with_redis.table() == run(FEW // 4, SEED, templates=USUAL).table()
+    assert with_redis.counts["turns"] > FEW / 8
 
 
 def test_a_session_is_replayed_as_it_was():
