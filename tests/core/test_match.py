@@ -14,6 +14,7 @@ from tests.support import invariants
 from tests.support.pairwise import some
 from tokencache.core import evidence
 from tokencache.core import match as matching
+from tokencache.core.added_text import with_stop_string
 from tokencache.core.chain import CHAIN_KEY, POSITION_KEY, aborted_key, aborted_turn_keys, build_conversation, lookup_keys, turn_keys
 from tokencache.core.evidence import ReturnedIdHashes
 from tokencache.core.lineage import sequences
@@ -150,7 +151,8 @@ class _Index(dict):
     def add(self, turn, *context, scope=b"", voice=b"", aborted=False, parent=None):
         conversation = build_conversation(scope, context, model=voice)
         turn = self.turns[turn.id] = _answering(conversation, turn, self.leniency, parent)
-        keys = turn_keys(conversation, turn.served, digest(turn.served), handle=turn.handle, leniency=self.leniency)
+        restored = with_stop_string(turn.served, turn.stop_reason)
+        keys = turn_keys(conversation, turn.served, digest(turn.served), handle=turn.handle, leniency=self.leniency, restored=restored)
         for key in aborted_turn_keys(conversation) if aborted else keys:
             self.setdefault(key, []).append(Hit(turn))
         return turn
@@ -412,6 +414,18 @@ def test_the_prefix_delivered_before_an_interrupt():
     off = _Index(Leniency(off=frozenset({"interrupted"})))
     off.add(_left("a", "One, two", (3, 8)), U1, aborted=True)
     assert off.match(U1, Message("assistant", "One, two"), U2).kind == "plain"
+
+
+@pytest.mark.parametrize(("text", "before", "in_doubt"), [("OK", U1, True), ("OK", U2, False), ("No", U1, False)])
+@pytest.mark.parametrize("system", [(), (S1,)])
+def test_a_reply_with_its_stop_string_may_be_an_interrupted_one_to_which_the_harness_added_it(system, text, before, in_doubt):
+    """In its position, and in an edited context after the same message."""
+    index = _Index()
+    index.add(msgspec.structs.replace(_turn("a", OK), stop_reason="</s>"), U1)
+    history = (*system, U1, Message("assistant", "OK</s>"), U2)
+    assert index.match(*history).kind == ("resplice" if system else "continue")
+    index.add(_left("b", f"{text}, and more", (2, 10)), before, aborted=True)
+    assert (index.match(*history).reason == "ambiguous-reply") == in_doubt
 
 
 def test_who_left_asked_again_and_got_the_very_same_tokens_may_mean_either():

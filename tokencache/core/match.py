@@ -479,11 +479,14 @@ class _Finder(msgspec.Struct, frozen=True):
     def _may_be_another(self, i: int, chosen: _Found, others: Sequence[Hit]) -> bool:
         """Whether a harness may have made this reply of another turn in its position, which only the position finds.
 
-        It may have left out the stop string of the other reply and added words. An id of a call that looks random excludes all others.
+        It may have left out the stop string of the other reply and added words, or have added to an interrupted one. An id of a call that
+        looks random excludes all others.
         """
         if chosen.verdict.ids_kept and any(is_unique(call.id) for call in chosen.hit.turn.served.calls):
             return False
         others = [hit for hit in others if hit.turn.prefix_hash != chosen.hit.turn.prefix_hash and not self._is_of_another(i, hit.turn)]
+        if chosen.added is not None and any(self._may_be_received(i, hit.turn, [chosen]) for hit in others):
+            return True
         with_words = chosen.added is not None and not chosen.added.restored
         if with_words and any(text_behind(hit.turn, self.conversation.messages[i]) for hit in others):
             return True
@@ -541,7 +544,7 @@ class _Finder(msgspec.Struct, frozen=True):
             return _Claim(i, (), Reason.ENGINE_DISAGREES)
         by_handle = handle and all(found.hit.turn.handle == handle for found in known)
         aborted = () if by_handle else self.hits.get(aborted_key(self.conversation.model_key), ())
-        in_doubt = self._may_be_barred(i, judged, known) or any(self._may_begin(i, hit.turn) for hit in aborted)
+        in_doubt = self._may_be_barred(i, judged, known) or any(self._may_begin(i, hit.turn, known) for hit in aborted)
         in_doubt = in_doubt or any(self._may_have_words(i, found.hit.turn) for found in known if found.added is not None)
         # a rewritten reply may be that of another turn, which said just this, or this and more
         rewritten = _all_rewritten(known) and (bool(self._rivals(judged, known)) or self._may_be_a_part(i, known))
@@ -552,10 +555,16 @@ class _Finder(msgspec.Struct, frozen=True):
         reason = Reason.FOREIGN_REPLY if in_order else ""
         return _Claim(i, tuple(known), reason, in_order=in_order, after_message=bool(after_same))
 
-    def _may_begin(self, i: int, turn: Turn) -> bool:
+    def _may_begin(self, i: int, turn: Turn, known: Sequence[_Found]) -> bool:
         """Whether a message may be the beginning of an interrupted reply; without calls only after the message that this one follows."""
+        here = bool(self.conversation.messages[i].calls) or _message_before(turn) == self.message_before(i)
+        return here and self._may_be_received(i, turn, known)
+
+    def _may_be_received(self, i: int, turn: Turn, known: Sequence[_Found]) -> bool:
+        """Whether a message may be what was received of an interrupted reply, or that and the text which it has after a known turn's."""
         echoed = self.conversation.messages[i]
-        return may_be_delivered(turn, echoed) and (bool(echoed.calls) or _message_before(turn) == self.message_before(i))
+        alone = [msgspec.structs.replace(echoed, content=one.hit.turn.served.content) for one in known if one.added is not None]
+        return any(may_be_delivered(turn, one) for one in (echoed, *alone))
 
     def _rivals(self, judged: Sequence[_Found], known: Sequence[_Found]) -> tuple[Turn, ...]:
         """Return the turns with other tokens than the known ones that the harness may have sent back so, by an equally good id."""
@@ -578,7 +587,8 @@ class _Finder(msgspec.Struct, frozen=True):
             return True
         echoed = self.conversation.messages[claim.place]
         judged = [_Found(Hit(turn), judge_echo(turn, echoed, self.any_rule)) for turn in others]
-        return bool(self._rivals(judged, claim.candidates)) or any(may_be_delivered(turn, echoed) for turn in others)
+        rivals = self._rivals(judged, claim.candidates)
+        return bool(rivals) or any(self._may_be_received(claim.place, turn, claim.candidates) for turn in others)
 
     def _may_be_a_part(self, i: int, known: Sequence[_Found]) -> bool:
         """Whether a harness may have left out the rest of another reply, sampled after the same message."""
