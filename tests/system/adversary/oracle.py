@@ -37,11 +37,13 @@ from tests.system.adversary.words import (
     call_ids,
     meaning,
     safe,
+    says,
     shown,
     stripped,
     text_of,
     thoughts,
     understood_forms,
+    with_mended_names,
     without_text,
 )
 
@@ -347,7 +349,8 @@ class Oracle:
             entry = replace(entry, message={**entry.message, "content": text_of(entry.message).removesuffix(words)})
             entries = [*entries[: span.place], entry, *entries[span.place + 1 :]]
         if not given.is_said_by(entry):
-            if not self._began_there(given, entries[: span.place + 1], scope):
+            there = entries[: span.place + 1]
+            if not (self._began_there(given, there, scope) or self._has_mended_names_there(given, there, scope)):
                 self._find("false", f"message {span.place} does not have the words of turn {span.turn}: {entry.exact} is not {given.reply}")
             return
         if not self._stood_there(span, written, scope):
@@ -407,10 +410,25 @@ class Oracle:
         """
         *before, entry = entries
         n = len(given.entries) - given.continues
-        here = n == len(before) and given.scope == scope and given.loose[:n] == tuple(one.loose for one in before)
         begun = given.entries[n].thoughts if given.continues else frozenset()
         says_so = entry.thoughts <= {given.thought, *begun} and _rest(given, entry.message) is not None
-        return here and says_so and not _is_made_of(entry, given)
+        return says_so and self._answered(given, before, scope) and not _is_made_of(entry, given)
+
+    def _has_mended_names_there(self, given: SampledTurn, entries: Sequence[Entry], scope: str) -> bool:
+        """Whether a turn was sampled after just these messages, and the last one, which is another's, is its reply with names mended.
+
+        It has all evidence of a reply that was mended. What the harness makes of the turn itself is judged by what it is known to do.
+        """
+        *before, entry = entries
+        names = [call["function"]["name"] for call in entry.message.get("tool_calls") or ()]
+        mended = says(entry.message, with_mended_names(given.reply, names))
+        return mended and self._answered(given, before, scope) and not _is_made_of(entry, given)
+
+    @staticmethod
+    def _answered(given: SampledTurn, before: Sequence[Entry], scope: str) -> bool:
+        """Whether a turn was sampled after just these messages."""
+        n = len(given.entries) - given.continues
+        return n == len(before) and given.scope == scope and given.loose[:n] == tuple(one.loose for one in before)
 
     def _stood_there(self, span: Span, entries: Sequence[Entry], scope: str) -> bool:
         """Whether the history continues a turn whose prompt has the same tokens there: then the context identifies them."""

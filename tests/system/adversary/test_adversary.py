@@ -952,6 +952,27 @@ async def test_a_mended_name_is_the_model_s_and_any_other_change_is_not(also):
 
 
 @pytest.mark.parametrize(
+    ("asked", "name", "itself", "found"),
+    [
+        (ASK["content"], "bash", False, set()),
+        (ASK["content"], "bash", True, {"false"}),
+        (ASK["content"], "look", False, {"false"}),
+        ("Hurry.", "bash", False, {"false"}),
+    ],
+)
+async def test_another_message_may_be_a_reply_with_its_name_mended_in_its_position(asked, name, itself, found):
+    """All evidence says so. But it is not known of this harness that it mends the names of replies."""
+    talk = Spliced()
+    reply = await talk.ask([Entry(ASK)], {"content": "I look.", "tool_calls": [{**CALL, "function": {**CALL["function"], "name": "Bash"}}]})
+    call = {**CALL, "function": {**CALL["function"], "name": name}}
+    sent = replace(reply, message={**reply.message, "tool_calls": [call]}, turn=reply.turn if itself else None)
+    result = Entry({"role": "tool", "tool_call_id": CALL["id"], "content": "a.txt"})
+    after = "\n<|im_start|>user\n<tool_response>\na.txt\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    await talk.ask([Entry({"role": "user", "content": asked}), sent, result], {"content": "Done."}, after)
+    assert await talk.found() & {"false"} == found
+
+
+@pytest.mark.parametrize(
     ("repeated", "known", "more", "found"),
     [
         (False, True, 0, set()),
