@@ -141,7 +141,7 @@ class Oracle:
             self._thinking(called, spans)
         supplied = {span.place: span.turn for span in spans}
         for span in self._changed(spans, entries):
-            self._judge_span(span, entries, scope, supplied)
+            self._judge_span(span, entries, scope, supplied, called.prompt)
         text = self._faithful(called, spans, entries) if spans else self.stack.renderer.words.decode(called.prompt)
         if owing and plan.reason not in CONTEXT_FREE:
             self._owed(plan, entries, self._settled(plan, entries, scope), supplied, scope)
@@ -258,8 +258,9 @@ class Oracle:
         wanted, now = (meaning(message)[1], meaning(own)[1])
         if said.begins is None:  # calls had arrived, and the message has none: the text before the first one
             wanted, now = stripped(text_of(message)), stripped(text[-len(stripped(text_of(message))) :])
-        elif not wanted:
-            wanted, now = next(iter(thoughts(message)), ""), stripped(text[begins[0] :])
+        elif not wanted:  # the tokens may have the end of the thought
+            thought = stripped(_END_OF_THINKING.split(text[begins[0] :])[0])
+            wanted, now = next(iter(thoughts(message)), ""), next(iter(thoughts(own)), thought)
         if there != said.completion[span.offset :][: len(there)] or (wanted and wanted != now):
             self._find("false", f"tokens {span.start} to {span.end} are not those of turn {span.turn} up to {wanted!r}: {text!r}")
 
@@ -337,7 +338,7 @@ class Oracle:
             return ""
         return _rest(given, entry.message) or (entry.words if entry.is_kept else "")
 
-    def _judge_span(self, span: Span, entries: Sequence[Entry], scope: str, supplied: dict[int, int]) -> None:
+    def _judge_span(self, span: Span, entries: Sequence[Entry], scope: str, supplied: dict[int, int], prompt: list[int]) -> None:
         """Judge one message whose place in the prompt has a turn's tokens."""
         if not 0 <= span.place < len(entries) or not entries[span.place].is_reply:
             self._find("false", f"message {span.place} is not a reply, but has the tokens of turn {span.turn}")
@@ -353,7 +354,7 @@ class Oracle:
             if not (self._began_there(given, there, scope) or self._has_mended_names_there(given, there, scope)):
                 self._find("false", f"message {span.place} does not have the words of turn {span.turn}: {entry.exact} is not {given.reply}")
             return
-        if not self._stood_there(span, written, scope):
+        if not self._stood_there(span, written, scope, prompt):
             self._judge_evidence(span, entries, scope, supplied, with_words=with_words)
 
     def _judge_evidence(self, span: Span, entries: Sequence[Entry], scope: str, supplied: dict[int, int], *, with_words: bool) -> None:
@@ -430,11 +431,14 @@ class Oracle:
         n = len(given.entries) - given.continues
         return n == len(before) and given.scope == scope and given.loose[:n] == tuple(one.loose for one in before)
 
-    def _stood_there(self, span: Span, entries: Sequence[Entry], scope: str) -> bool:
-        """Whether the history continues a turn whose prompt has the same tokens there: then the context identifies them."""
+    def _stood_there(self, span: Span, entries: Sequence[Entry], scope: str, prompt: list[int]) -> bool:
+        """Whether the history continues a turn whose prompt has the same tokens there: then the context identifies them.
+
+        With other tools as well, if the whole prompt goes on with that turn's.
+        """
         for said in list(self.turns.values())[self._kept :]:
             n = len(said.entries) - said.continues
-            if not span.place < n < len(entries) or said.scope != scope:
+            if not span.place < n < len(entries) or (said.scope != scope and prompt[: len(said.prompt)] != said.prompt):
                 continue
             if not self._is_echo(entries[n], said):
                 continue

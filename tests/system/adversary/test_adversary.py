@@ -18,7 +18,7 @@ from tests.support.material import require
 from tests.support.pairwise import some
 from tests.support.redis_server import RealRedis, find_binary
 from tests.system.adversary import dialects, stack
-from tests.system.adversary.observed import NEVER, Entry, Span, Tally
+from tests.system.adversary.observed import NEVER, Entry, SampledTurn, Span, Tally
 from tests.system.adversary.oracle import Oracle
 from tests.system.adversary.run import CALLS, replay, run
 from tests.system.adversary.stack import Stack
@@ -323,7 +323,7 @@ class Spliced:
         self.stack, self.tally = Stack("Qwen2.5", seed=3), Tally()
         self.oracle, self.before = Oracle(self.stack, 0, self.tally), None
 
-    async def ask(self, entries, reply, after=None, **limits):
+    async def ask(self, entries, reply, after=None, scope="", **limits):
         """Call the model; with `after`, its prompt is the prefix of the call before and this text. Returns the reply as it was served."""
         if after is not None:
             before = self.before
@@ -340,7 +340,7 @@ class Spliced:
             )
             plan_next(self.stack, plan)
         called = await self.stack.call("s", dialects.write("chat", entries, [], {}, limits), reply)
-        number = self.oracle.judge(called, tuple(entries), scope="", owing=False)
+        number = self.oracle.judge(called, tuple(entries), scope=scope, owing=False)
         self.before = called
         return Entry(dialects.served("chat", called.answer)[0], number, owed=False, stop=called.generation.stop)
 
@@ -949,6 +949,39 @@ async def test_a_mended_name_is_the_model_s_and_any_other_change_is_not(also):
     after = "\n<|im_start|>user\n<tool_response>\na.txt\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     await talk.ask([Entry(ASK), replace(reply, message=sent, kept=kept), result], {"content": "Done."}, after)
     assert await talk.found() & {"false", "unfaithful"} == ({"false"} if also else set())
+
+
+@pytest.mark.parametrize(("before", "found"), [(ASK["content"], set()), ("Hurry.", {"false"})])
+async def test_a_prompt_that_goes_on_with_a_turns_has_the_replies_of_that_one_whatever_tools_there_are(before, found):
+    talk = Spliced()
+    first = await talk.ask([Entry(ASK)], {"content": "No."})
+    begun = talk.before
+    alike = await talk.ask([Entry(ASK)], {"content": "No.</s>"}, stop=["</s>"])
+    assert alike.message == first.message
+    talk.before = begun
+    second = await talk.ask([Entry(ASK), first, Entry(ASK)], {"content": "Yes."}, NEXT)
+    history = [Entry(ASK), alike, Entry({"role": "user", "content": before}), second, Entry(ASK)]
+    await talk.ask(history, {"content": "Done."}, NEXT, scope="other tools")
+    assert await talk.found() & {"false"} == found
+
+
+@pytest.mark.parametrize(
+    ("text", "begins", "sent", "found"),
+    [
+        ("<think>\nhm\n</think>", (8, 21), "<think>\nhm\n</think>\n\n", 0),
+        ("<think>hm\n</think>", (0, 0), "<think>hm\n</think>", 0),
+        ("<think>\nhm, so", (8, 21), "<think>\nhm\n</think>", 1),
+        ("<think>hm, so\n</think>", (0, 0), "<think>hm\n</think>", 1),
+    ],
+)
+def test_the_tokens_of_a_thought_may_have_its_end(text, begins, sent, found):
+    stack, tally = Stack("Qwen3", seed=3), Tally()
+    oracle, sampled = Oracle(stack, 0, tally), stack.renderer.encode(text)
+    opening, reply = ReplyOpening("", ""), {"role": "assistant", "content": text}
+    oracle.turns[0] = SampledTurn(0, reply, (Entry(ASK),), "", [], sampled, [], opening, None, begins=begins)
+    entries = [Entry(ASK), Entry({"role": "assistant", "content": sent}, 0)]
+    oracle._tokens(SimpleNamespace(prompt=sampled), [Span(1, 0, 0, len(sampled))], entries)
+    assert tally.counts["false"] == found
 
 
 @pytest.mark.parametrize(
