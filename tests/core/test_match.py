@@ -153,6 +153,8 @@ class _Index(dict):
         turn = self.turns[turn.id] = _answering(conversation, turn, self.leniency, parent)
         restored = with_stop_string(turn.served, turn.stop_reason)
         keys = turn_keys(conversation, turn.served, digest(turn.served), handle=turn.handle, leniency=self.leniency, restored=restored)
+        if turn.sampling.get("stop"):
+            keys = (*keys, POSITION_KEY + conversation.chain[-1])
         for key in aborted_turn_keys(conversation) if aborted else keys:
             self.setdefault(key, []).append(Hit(turn))
         return turn
@@ -426,6 +428,15 @@ def test_a_reply_with_its_stop_string_may_be_an_interrupted_one_to_which_the_har
     assert index.match(*history).kind == ("resplice" if system else "continue")
     index.add(_left("b", f"{text}, and more", (2, 10)), before, aborted=True)
     assert (index.match(*history).reason == "ambiguous-reply") == in_doubt
+
+
+@pytest.mark.parametrize(("before", "in_doubt"), [(U1, True), (U2, False)])
+def test_a_reply_with_its_stop_string_may_be_one_to_which_the_harness_added_it_by_a_rule_that_is_switched_off(before, in_doubt):
+    stop = {"stop": ["</s>"]}
+    index = _Index(Leniency(off=frozenset({"reasoning-dropped"})))
+    index.add(msgspec.structs.replace(_turn("a", OK), stop_reason="</s>", sampling=stop), U1)
+    index.add(msgspec.structs.replace(_turn("b", Message("assistant", "OK", "Is it? Yes.")), sampling=stop), before)
+    assert (index.match(U1, Message("assistant", "OK</s>"), U2).reason == "ambiguous-reply") == in_doubt
 
 
 def test_who_left_asked_again_and_got_the_very_same_tokens_may_mean_either():

@@ -490,7 +490,8 @@ class _Finder(msgspec.Struct, frozen=True):
         with_words = chosen.added is not None and not chosen.added.restored
         if with_words and any(text_behind(hit.turn, self.conversation.messages[i]) for hit in others):
             return True
-        return any(found.verdict.rules for found in self._judged(i, [hit for hit in others if CUT_OFF.isdisjoint(hit.turn.marks)]))
+        whole = [hit.turn for hit in others if CUT_OFF.isdisjoint(hit.turn.marks)]
+        return any(judge_echo(turn, self.conversation.messages[i], self.any_rule).rules for turn in whole)
 
     def _is_reply(self, i: int) -> bool:
         """Whether a message is a whole reply of some turn, in any position."""
