@@ -366,10 +366,10 @@ def _keys(facts: CallFacts, turn: Turn, choice: Choice, answered: Conversation |
 
 
 def _cut_short(facts: CallFacts, choice: Choice) -> bool:
-    """Whether the client may send back the part that it received: the stream ended after a text, or a call, had begun."""
+    """Whether the client may send back the part that it received: the stream ended within the reply. It may have received nothing yet."""
     if facts.mark not in CUT_OFF or facts.reply.error or facts.judged.uncertain or facts.call.chat.continues:
         return False
-    return len(choice.call_steps) == len(choice.calls) and bool(choice.call_steps or choice.steps)
+    return len(choice.call_steps) == len(choice.calls)
 
 
 def _cuts(choice: Choice, *, with_reasoning: bool) -> list[Cut]:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 MODEL = "m"
 THINKING = (("<think>", "</think>"), ("<seed:think>", "</seed:think>"), ("<|START_THINKING|>", "<|END_THINKING|>"))
 """What begins and ends a thought."""
+_OPENING = re.compile("|".join(re.escape(begin) for begin, _ in THINKING))
 PARTS = frozenset(
     {
         *("hermes", "xml", "glm", "llama", "deepseek", "deepseek-3.1", "toolcall", "kimi", "minimax", "pythonic"),
@@ -285,7 +286,8 @@ class Engine:
         head = len(planned.thinking) + len(_encodable(planned.message.get("content") or ""))
         whole = planned.readable and text == planned.text and not cut
         ends = (head, *(head + len(calls) for calls in planned.calls)) if whole else ()
-        begins = text.find(message.get("reasoning") or ""), len(planned.thinking) if self.parses else 0
+        opened = _OPENING.match(text)
+        begins = text.find(message.get("reasoning") or "", opened.end() if opened else 0), len(planned.thinking) if self.parses else 0
         ended_by = reason if isinstance(reason, str) else ""
         return Generation(session, prompt, tokens, [], forced, cut, label, message, planned.thought, served, ended_by, ends, begins), reason
 

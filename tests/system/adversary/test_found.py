@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -335,3 +336,19 @@ async def test_a_thought_that_was_cut_does_not_keep_its_ids_where_the_template_o
     called = await stack.call("s", json.dumps({"model": "m", "messages": history}).encode(), {"role": "assistant", "content": "Done."})
     assert called.turn is not None
     assert ([anchor.place for anchor in called.turn.anchors], called.plan.reason) == ([1], "thinking-dropped")
+
+
+@pytest.mark.parametrize("broken", [False, True])
+async def test_an_empty_message_may_be_all_that_came_of_a_reply_that_was_broken_off(broken):
+    """Within thinking that its harness does not receive. A retry of the same request was answered with nothing."""
+    talk, first = (
+        Talk("Nemotron-3", SYSTEM, user("Go on.")),
+        SimpleNamespace(randrange=lambda *bounds: bounds[0] if bounds[1:] else 0, choice=min),
+    )
+    if broken:
+        body = json.dumps({"model": "m", "messages": talk.history}).encode()
+        assert (await talk.stack.call("s", body, {"content": "Done."}, breaks=first)).turn.served_text == ""
+    await talk.ask("")
+    talk.hear(user("Go on."))
+    called = await talk.ask("Done.")
+    assert (called.plan.match, called.plan.reason) == (("plain", "ambiguous-reply") if broken else ("continue", ""))
