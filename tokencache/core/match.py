@@ -562,7 +562,7 @@ class _Finder(msgspec.Struct, frozen=True):
         return here and self._may_be_received(i, turn, known)
 
     def _may_be_received(self, i: int, turn: Turn, known: Sequence[_Found]) -> bool:
-        """Whether a message may be what was received of an interrupted reply, or that and the text which it has after a known turn's."""
+        """Whether a message may be what was received of an interrupted reply, alone or with the text that it adds to a known turn's."""
         echoed = self.conversation.messages[i]
         alone = [msgspec.structs.replace(echoed, content=one.hit.turn.served.content) for one in known if one.added is not None]
         return any(may_be_delivered(turn, one) for one in (echoed, *alone))

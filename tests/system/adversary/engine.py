@@ -287,7 +287,10 @@ class Engine:
         whole = planned.readable and text == planned.text and not cut
         ends = (head, *(head + len(calls) for calls in planned.calls)) if whole else ()
         opened = _OPENING.match(text)
-        begins = text.find(message.get("reasoning") or "", opened.end() if opened else 0), len(planned.thinking) if self.parses else 0
+        begins = (
+            text.find(message.get("reasoning") or "", opened.end() if opened else 0),
+            0 if self._thinks_in_text(planned) else len(planned.thinking),
+        )
         ended_by = reason if isinstance(reason, str) else ""
         return Generation(session, prompt, tokens, [], forced, cut, label, message, planned.thought, served, ended_by, ends, begins), reason
 
@@ -383,6 +386,10 @@ class Engine:
             planned = Speech(said, before + self.forced, thought.strip())
         return planned, [*tokens[:at], *forced, *rest], ((at, at + len(forced)),)
 
+    def _thinks_in_text(self, planned: Speech) -> bool:
+        """Whether a client receives the thinking as text: without a parser of reasoning, if the reply begins with a thought."""
+        return not self.parses and self.thinking is not None and planned.thinking.startswith(self.thinking[0])
+
     def _heard(self, planned: Speech, text: str) -> tuple[Message, int]:
         """The message as the engine's parsers read it in this text, which may be only the beginning of what was planned.
 
@@ -402,7 +409,7 @@ class Engine:
             message |= {"tool_calls": calls[:whole]} if whole else {}
             if thought := planned.message.get("reasoning"):
                 message["reasoning"] = thought if content else text.partition(self.thinking[0])[2].strip() if self.thinking else thought
-        if not self.parses and self.thinking and planned.thinking.startswith(self.thinking[0]):
+        if self._thinks_in_text(planned):
             message = {**message, "content": text[: len(planned.thinking)] + (message.get("content") or "")}
             message.pop("reasoning", None)
         return message, served
