@@ -91,6 +91,7 @@ class Oracle:
         self._kept = 0  # the first turn that the store has
         self._by_words: dict[tuple[Any, ...], list[SampledTurn]] = defaultdict(list)
         self._issued: dict[str, set[int]] = defaultdict(set)
+        self._with_ids: set[tuple[int, tuple[Any, ...]]] = set()  # turns whose ids a client sent, and with which words
         self._call = 0
         self.template = reading_of(stack)
         self._follows = stack.history == "follow"
@@ -141,7 +142,7 @@ class Oracle:
             self._thinking(called, spans)
         supplied = {span.place: span.turn for span in spans}
         for span in self._changed(spans, entries):
-            self._judge_span(span, entries, scope, supplied, called.prompt)
+            self._judge_span(span, entries, scope, supplied, called)
         text = self._faithful(called, spans, entries) if spans else self.stack.renderer.words.decode(called.prompt)
         if owing and plan.reason not in CONTEXT_FREE:
             self._owed(plan, entries, self._settled(plan, entries, scope), supplied, scope)
@@ -338,7 +339,7 @@ class Oracle:
             return ""
         return _rest(given, entry.message) or (entry.words if entry.is_kept else "")
 
-    def _judge_span(self, span: Span, entries: Sequence[Entry], scope: str, supplied: dict[int, int], prompt: list[int]) -> None:
+    def _judge_span(self, span: Span, entries: Sequence[Entry], scope: str, supplied: dict[int, int], called: Called) -> None:
         """Judge one message whose place in the prompt has a turn's tokens."""
         if not 0 <= span.place < len(entries) or not entries[span.place].is_reply:
             self._find("false", f"message {span.place} is not a reply, but has the tokens of turn {span.turn}")
@@ -350,11 +351,11 @@ class Oracle:
             entry = replace(entry, message={**entry.message, "content": text_of(entry.message).removesuffix(words)})
             entries = [*entries[: span.place], entry, *entries[span.place + 1 :]]
         if not given.is_said_by(entry):
-            there = entries[: span.place + 1]
-            if not (self._began_there(given, there, scope) or self._has_mended_names_there(given, there, scope)):
+            began = self._began_there(given, entries[: span.place + 1], scope)
+            if not (began or self._is_mended(given, entries, span.place, scope) or self._came_with_ids(given, entry, span, called)):
                 self._find("false", f"message {span.place} does not have the words of turn {span.turn}: {entry.exact} is not {given.reply}")
             return
-        if not self._stood_there(span, written, scope, prompt):
+        if not self._stood_there(span, written, scope, called.prompt):
             self._judge_evidence(span, entries, scope, supplied, with_words=with_words)
 
     def _judge_evidence(self, span: Span, entries: Sequence[Entry], scope: str, supplied: dict[int, int], *, with_words: bool) -> None:
@@ -415,15 +416,30 @@ class Oracle:
         says_so = entry.thoughts <= {given.thought, *begun} and _rest(given, entry.message) is not None
         return says_so and self._answered(given, before, scope) and not _is_made_of(entry, given)
 
-    def _has_mended_names_there(self, given: SampledTurn, entries: Sequence[Entry], scope: str) -> bool:
-        """Whether a turn was sampled after just these messages, and the last one, which is another's, is its reply with names mended.
+    def _is_mended(self, given: SampledTurn, entries: Sequence[Entry], place: int, scope: str) -> bool:
+        """Whether another's message is a turn's reply with names mended, in the position of that reply or with its drawn ids.
 
         It has all evidence of a reply that was mended. What the harness makes of the turn itself is judged by what it is known to do.
         """
-        *before, entry = entries
+        entry = entries[place]
         names = [call["function"]["name"] for call in entry.message.get("tool_calls") or ()]
-        mended = says(entry.message, with_mended_names(given.reply, names))
-        return mended and self._answered(given, before, scope) and not _is_made_of(entry, given)
+        mended = names and says(entry.message, with_mended_names(given.reply, names)) and not _is_made_of(entry, given)
+        if not mended or self._is_another(given, entries, place, scope):
+            return False
+        by_id = all(map(DRAWN.search, given.names)) and tuple(map(safe, call_ids(entry.message))) == given.names
+        return by_id or self._answered(given, entries[:place], scope)
+
+    def _came_with_ids(self, given: SampledTurn, entry: Entry, span: Span, called: Called) -> bool:
+        """Whether a client sent a turn's ids with a message that the template writes as the turn's reply: Kimi's writes no names of tools.
+
+        A prompt that goes on with that one has them, too.
+        """
+        if span.place in called.plan.client_places:
+            messages = list(called.messages)
+            messages[span.place] = {**given.reply, "role": "assistant"}
+            if called.text(messages) == called.text():
+                self._with_ids.add((given.number, entry.loose))
+        return (given.number, entry.loose) in self._with_ids
 
     @staticmethod
     def _answered(given: SampledTurn, before: Sequence[Entry], scope: str) -> bool:

@@ -985,24 +985,44 @@ def test_the_tokens_of_a_thought_may_have_its_end(text, begins, sent, found):
 
 
 @pytest.mark.parametrize(
-    ("asked", "name", "itself", "found"),
+    ("asked", "name", "id_", "itself", "found"),
     [
-        (ASK["content"], "bash", False, set()),
-        (ASK["content"], "bash", True, {"false"}),
-        (ASK["content"], "look", False, {"false"}),
-        ("Hurry.", "bash", False, {"false"}),
+        (ASK["content"], "bash", CALL["id"], False, set()),
+        (ASK["content"], "bash", CALL["id"], True, {"false"}),
+        (ASK["content"], "look", CALL["id"], False, {"false"}),
+        ("Hurry.", "bash", CALL["id"], False, {"false"}),
+        ("Hurry.", "bash", DRAWN_ID, False, set()),
+        ("Hurry.", "look", DRAWN_ID, False, {"false"}),
     ],
 )
-async def test_another_message_may_be_a_reply_with_its_name_mended_in_its_position(asked, name, itself, found):
-    """All evidence says so. But it is not known of this harness that it mends the names of replies."""
+async def test_another_message_may_be_a_reply_with_its_name_mended(asked, name, id_, itself, found):
+    """In its position, or with a drawn id, all evidence says so. But it is not known of this harness that it mends the names of replies."""
     talk = Spliced()
-    reply = await talk.ask([Entry(ASK)], {"content": "I look.", "tool_calls": [{**CALL, "function": {**CALL["function"], "name": "Bash"}}]})
-    call = {**CALL, "function": {**CALL["function"], "name": name}}
-    sent = replace(reply, message={**reply.message, "tool_calls": [call]}, turn=reply.turn if itself else None)
-    result = Entry({"role": "tool", "tool_call_id": CALL["id"], "content": "a.txt"})
+    call = {**CALL, "id": id_}
+    reply = await talk.ask([Entry(ASK)], {"content": "I look.", "tool_calls": [{**call, "function": {**call["function"], "name": "Bash"}}]})
+    calls = [{**call, "function": {**call["function"], "name": name}}]
+    sent = replace(reply, message={**reply.message, "tool_calls": calls}, turn=reply.turn if itself else None)
+    result = Entry({"role": "tool", "tool_call_id": id_, "content": "a.txt"})
     after = "\n<|im_start|>user\n<tool_response>\na.txt\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     await talk.ask([Entry({"role": "user", "content": asked}), sent, result], {"content": "Done."}, after)
     assert await talk.found() & {"false"} == found
+
+
+@pytest.mark.parametrize(("template", "found"), [("Kimi-K2-Thinking", set()), ("Qwen2.5", {"false"})])
+async def test_a_client_may_send_ids_with_a_message_that_the_template_writes_as_their_reply(template, found):
+    """Kimi's templates write the id of a call, and not the name of its tool."""
+    stack, tally = Stack(template, seed=3), Tally()
+    oracle = Oracle(stack, 0, tally)
+    called = await stack.call("s", dialects.write("chat", [Entry(ASK)], [], {}), {"content": "I look.", "tool_calls": [CALL]})
+    number = oracle.judge(called, (Entry(ASK),), scope="")
+    served = dialects.served("chat", called.answer)[0]
+    sent = {**served, "tool_calls": [{**CALL, "function": {**CALL["function"], "name": "BASH"}}]}
+    entries = (Entry(ASK), Entry(sent, number), Entry({"role": "tool", "tool_call_id": CALL["id"], "content": "a.txt"}))
+    later = await stack.call("s", dialects.write("chat", entries, [], {}), {"content": "Done."})
+    for places in ((1,), ()):  # a later prompt goes on with the ids
+        later.plan = msgspec.structs.replace(later.plan, client_places=places)
+        oracle._judge_span(Span(1, number, 0, 0), entries, "", {}, later)
+    assert {kind for kind in NEVER if tally.counts[kind]} & {"false"} == found
 
 
 @pytest.mark.parametrize(
