@@ -348,7 +348,7 @@ class Oracle:
         with_words = bool(entry.words) and (entry.is_kept or entry.words == entry.stop)
         words = entry.words if with_words else given.stop  # it may also be another turn's reply with the stop string at which that ended
         if words and not given.is_said_by(entry):  # without these, it may be a copy that stands in the place of another turn's reply
-            entry = replace(entry, message={**entry.message, "content": text_of(entry.message).removesuffix(words)})
+            entry = _without_end(entry, words)
             entries = [*entries[: span.place], entry, *entries[span.place + 1 :]]
         if not given.is_said_by(entry):
             began = self._began_there(given, entries[: span.place + 1], scope)
@@ -567,10 +567,10 @@ class Oracle:
 
         Whoever wrote it, it also has them with the stop string at which the turn ended.
         """
-        text = text_of(entry.message)
-        without_stop = replace(entry, message={**entry.message, "content": text.removesuffix(said.stop)})
-        with_stop = bool(said.stop) and text.endswith(said.stop) and said.is_said_by(without_stop)
-        return with_stop or said.is_said_by(entry) or (entry.is_kept and entry.turn == said.number)
+        if said.is_said_by(entry) or (entry.is_kept and entry.turn == said.number):
+            return True
+        ended_there = bool(said.stop) and text_of(entry.message).endswith(said.stop)
+        return ended_there and said.is_said_by(_without_end(entry, said.stop))
 
     def _evidence(  # noqa: C901, PLR0911 - one for each kind
         self, entries: Sequence[Entry], place: int, previous: int | None, scope: str
@@ -854,6 +854,11 @@ class Oracle:
 
 def _is_made_of(entry: Entry, said: SampledTurn) -> bool:
     return said.number in {entry.turn, *entry.parts}
+
+
+def _without_end(entry: Entry, words: str) -> Entry:
+    """The entry without these words at the end of its text."""
+    return replace(entry, message={**entry.message, "content": text_of(entry.message).removesuffix(words)})
 
 
 def _issued_calls(message: Message) -> set[tuple[str, ...]]:

@@ -304,6 +304,7 @@ async def test_the_position_does_not_choose_between_two_turns_in_it(written, ear
 
 # --- the oracle knows what a harness may make of a reply ----------------------------------------------------------------------------------
 
+AFTER_RESULT = "\n<|im_start|>user\n<tool_response>\na.txt\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
 END, NEXT = "<|im_end|>", "\n<|im_start|>user\nLook.<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -717,8 +718,7 @@ async def test_calls_under_ids_that_were_drawn_may_be_a_reply_without_its_text(c
     reply = await talk.ask([Entry(ASK)], {"content": "I look.", "tool_calls": [{**CALL, "id": DRAWN_ID}]})
     result = Entry({"role": "tool", "tool_call_id": DRAWN_ID, "content": "a.txt"})
     own = Entry({**reply.message, **change})
-    after = "\n<|im_start|>user\n<tool_response>\na.txt\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    await talk.ask([Entry(ASK), own, result, *([reply, result] if copied else [])], {"content": "Done."}, after)
+    await talk.ask([Entry(ASK), own, result, *([reply, result] if copied else [])], {"content": "Done."}, AFTER_RESULT)
     assert await talk.found() & {"false"} == (found | {"false"} if copied else found)
 
 
@@ -946,8 +946,7 @@ async def test_a_mended_name_is_the_model_s_and_any_other_change_is_not(also):
     assert kept["tool_calls"] == [CALL]
     sent = {**kept, "content": "I looked."} if also else kept
     result = Entry({"role": "tool", "tool_call_id": CALL["id"], "content": "a.txt"})
-    after = "\n<|im_start|>user\n<tool_response>\na.txt\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    await talk.ask([Entry(ASK), replace(reply, message=sent, kept=kept), result], {"content": "Done."}, after)
+    await talk.ask([Entry(ASK), replace(reply, message=sent, kept=kept), result], {"content": "Done."}, AFTER_RESULT)
     assert await talk.found() & {"false", "unfaithful"} == ({"false"} if also else set())
 
 
@@ -1003,8 +1002,7 @@ async def test_another_message_may_be_a_reply_with_its_name_mended(asked, name, 
     calls = [{**call, "function": {**call["function"], "name": name}}]
     sent = replace(reply, message={**reply.message, "tool_calls": calls}, turn=reply.turn if itself else None)
     result = Entry({"role": "tool", "tool_call_id": id_, "content": "a.txt"})
-    after = "\n<|im_start|>user\n<tool_response>\na.txt\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    await talk.ask([Entry({"role": "user", "content": asked}), sent, result], {"content": "Done."}, after)
+    await talk.ask([Entry({"role": "user", "content": asked}), sent, result], {"content": "Done."}, AFTER_RESULT)
     assert await talk.found() & {"false"} == found
 
 

@@ -341,10 +341,8 @@ async def test_a_thought_that_was_cut_does_not_keep_its_ids_where_the_template_o
 @pytest.mark.parametrize("broken", [False, True])
 async def test_an_empty_message_may_be_all_that_came_of_a_reply_that_was_broken_off(broken):
     """Within thinking that its harness does not receive. A retry of the same request was answered with nothing."""
-    talk, first = (
-        Talk("Nemotron-3", SYSTEM, user("Go on.")),
-        SimpleNamespace(randrange=lambda *bounds: bounds[0] if bounds[1:] else 0, choice=min),
-    )
+    talk = Talk("Nemotron-3", SYSTEM, user("Go on."))
+    first = SimpleNamespace(randrange=lambda *bounds: bounds[0] if bounds[1:] else 0, choice=min)
     if broken:
         body = json.dumps({"model": "m", "messages": talk.history}).encode()
         assert (await talk.stack.call("s", body, {"content": "Done."}, breaks=first)).turn.served_text == ""
