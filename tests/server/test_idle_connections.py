@@ -271,6 +271,24 @@ async def test_connections_that_wait_keep_no_one_out(sent, caplog):
 
 
 @pytest.mark.usefixtures("_few_files")
+@pytest.mark.parametrize("at_once", [1, listener.AT_ONCE])
+async def test_no_connection_is_closed_while_all_fit(monkeypatch, caplog, at_once):
+    """New ones were counted twice as they began, and the last one that fits closed others."""
+    monkeypatch.setattr(listener, "AT_ONCE", at_once)
+    monkeypatch.setattr(http_guard, "WAITING_SECONDS", 0)
+    async with proxied() as rig, clients(rig) as connect:
+        first = [await connect(HEALTH) for _ in range(CAPACITY // 2)]
+        for client in first:
+            await client.answer()
+        for client in await asyncio.gather(*[connect(HEALTH) for _ in range(CAPACITY - len(first))]):
+            assert "200" in (await client.answer()).line
+        for client in first:
+            await client.send(HEALTH)
+            assert "200" in (await client.answer()).line
+    assert "FILES ARE SHORT" not in caplog.text
+
+
+@pytest.mark.usefixtures("_few_files")
 async def test_clients_that_read_nothing_keep_no_one_out(monkeypatch):
     monkeypatch.setattr(http_guard, "UNREAD_SECONDS", 0.05)
     async with proxied() as rig, clients(rig) as connect:
@@ -281,7 +299,7 @@ async def test_clients_that_read_nothing_keep_no_one_out(monkeypatch):
 
 @pytest.mark.usefixtures("_few_files")
 async def test_the_longest_idle_goes_first_and_no_call_does(monkeypatch):
-    monkeypatch.setattr(listener, "CLOSED_PART", CAPACITY)  # one at a time
+    monkeypatch.setattr(listener, "AT_ONCE", 1)
     monkeypatch.setattr(http_guard, "WAITING_SECONDS", 0)  # so that the idle ones count at once, as the head does, which has waited longer
     goes_on = asyncio.Event()
 

@@ -8,7 +8,7 @@ This module replaces the event loop's own server, because uvloop's accepts conne
 run out. Here a connection that cannot be served waits in the kernel's queue, without using CPU, and this is logged once a minute. A
 connection is accepted only if a descriptor for its engine's side is free, so every accepted call can be sent.
 
-When as many are open as fit, those that wait for their client are closed first, the longest idle before all others
+When one more arrives than fit, those that wait for their client are closed first, the longest idle before all others
 (`http_guard.GuardedConnection.dispensable`): sockets that do nothing keep neither a harness nor a health check out.
 
 Workers on one machine share a port by `SO_REUSEPORT`: each has a socket of its own, and the kernel distributes connections by a hash of
@@ -39,11 +39,9 @@ FEW = 4096
 """A warning is logged if one process can serve fewer streams than this."""
 BACKLOG = 4096
 AT_ONCE = 64
-"""Connections accepted before other tasks run."""
+"""Connections accepted, or closed to make room, before other tasks run."""
 PAUSE_SECONDS = 0.25
 REMIND_SECONDS = 60.0
-CLOSED_PART = 16
-"""When connections must be closed, this part of those that fit is closed at a time: looking at all of them takes time."""
 CLOSING_SECONDS = 0.01
 """Until they are closed."""
 _SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
@@ -131,14 +129,16 @@ class Listener:
 
     def _resume(self) -> None:
         self._timer = None
-        if pause := self._pause_if_full():
-            self._pause(pause)
-            return
         for sock in self._sockets:
             self._loop.add_reader(sock, self._accept, sock)
 
     def _accept(self, sock: socket.socket) -> None:
-        for _ in range(AT_ONCE):
+        full = f"{self._capacity} connections are open, and each may need {PER_STREAM} of the files that this process may open"
+        room = self._capacity - len(self._server.connections) - len(self._starting)
+        if room <= 0:
+            self._pause(0.0 if self._starting else self._make_room() or self._log_full(full))  # those that start may be counted twice
+            return
+        for _ in range(min(AT_ONCE, room)):
             try:
                 accepted, _ = sock.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -151,10 +151,6 @@ class Listener:
             starting = self._loop.create_task(self._start(accepted))
             self._starting.add(starting)
             starting.add_done_callback(self._starting.discard)
-            # The kernel assigns the lowest free number. If it is below the capacity, fewer connections than that are open.
-            if accepted.fileno() >= self._capacity and (pause := self._pause_if_full()):
-                self._pause(pause)
-                return
 
     async def _start(self, accepted: socket.socket) -> None:
         accepted.setblocking(False)
@@ -164,19 +160,11 @@ class Listener:
             log.debug("a connection ended as it began: %s", why)
             accepted.close()
 
-    def _pause_if_full(self) -> float:
-        """Return the seconds until connections can be accepted again; 0 if they can be now."""
-        if len(self._server.connections) + len(self._starting) < self._capacity:
-            return 0.0
-        return self._make_room() or self._log_full(
-            f"{self._capacity} connections are open, and each may need {PER_STREAM} of the files that this process may open"
-        )
-
     def _make_room(self) -> float:
         """Close connections that wait for their clients. Returns the seconds until they are closed; 0 if there are none."""
         found = [(how, number, connection) for number, connection in enumerate(self._connections()) if (how := connection.dispensable)]
         quiet = (connection for _, _, connection in sorted(found) if not connection.has_unread())
-        closed = list(islice(quiet, max(1, self._capacity // CLOSED_PART)))
+        closed = list(islice(quiet, AT_ONCE))
         for connection in closed:
             connection.abort()
         if closed and time.monotonic() - self._closing_logged >= REMIND_SECONDS:
