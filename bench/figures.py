@@ -10,6 +10,7 @@ from typing import Any
 
 from bench.run import same_machine
 from bench.stats import Better, compare, figure
+from bench.talk import TURNS
 from bench.targets import FLOOR, FLOOR_NAMED, FLOOR_PROVEN, PLUGIN, PROXY, PROXY_REDIS
 
 Aim = dict[str, Any]
@@ -114,6 +115,8 @@ LEAST_ENTRIES = {PROXY: 487, PROXY_REDIS: 576, PLUGIN: 487}
 """The least Python functions that a call of a target enters (docs/decisions/0074)."""
 _ENTERED = {PROXY: "memory, 1 KB", PROXY_REDIS: "Redis, 1 KB", PLUGIN: "plugin, 141 KB"}
 """Target → the case of `entries` that says how many a call enters; a longer history enters no more."""
+_FIRST = {"141 KB": "first call, 200 messages"}
+"""Shape → the case for the first call of a session, where it enters more than a later one."""
 
 
 def aims(found: dict[str, Any]) -> list[Aim]:
@@ -122,8 +125,10 @@ def aims(found: dict[str, Any]) -> list[Aim]:
     It has the aim's text, the figure, the limit, and `met`; `floors`: the floors' figures for it, if they ran; `entries`: how many
     functions a call might enter to meet it (`_entries_left`), and `least_entries`, if `entries` ran.
     """
-    entered = {name: found["entries"][case]["all"] for name, case in _ENTERED.items()} if "entries" in found else {}
-    return [*_load_aims(found.get("load", ()), entered), *_other_aims(found, entered)]
+    counted = {case: entries["all"] for case, entries in found.get("entries", {}).items()}
+    entered = {name: counted[case] for name, case in _ENTERED.items()} if counted else {}
+    first = {shape: counted[case] for shape, case in _FIRST.items() if case in counted}
+    return [*_load_aims(found.get("load", ()), entered, first), *_other_aims(found, entered)]
 
 
 def verdict(aim: Aim) -> str:
@@ -148,15 +153,19 @@ def _least(words: str, value: float, limit: float, unit: str, all_: dict[str, fl
     return {**_most(words, value, limit, unit, all_), "least": True, "met": value >= limit}
 
 
-def _entries_left(aim: Aim, name: str, cpu: dict[str, float], entered: dict[str, int]) -> Aim:
+def _entries_left(aim: Aim, name: str, cpu: dict[str, float], entered: dict[str, int], first: int | None = None) -> Aim:
     """Adds how many functions a call of a target might enter to meet an aim, if all else costs what it costs.
 
-    `cpu` is the CPU of a call, in any unit, by target. The price of a function is what Redis adds to a call of the memory store, in the
-    same run. That is more than most functions cost, as some of Redis's write to its connection. So the result is too high, if anything.
+    `cpu` is the CPU of a call, in any unit, by target; `first`: how many the first of `TURNS` calls enters, if not as many as the others.
+
+    The price of a function is what Redis adds to a call of the memory store in the same run, but at most a call's whole CPU over all
+    functions that it enters. Both are more than a function costs: some of Redis's write to its connection, and a call's CPU also copies and
+    hashes its body. So the result is too high, if anything.
     """
     if not entered or not {PROXY, PROXY_REDIS} <= cpu.keys() or cpu[PROXY_REDIS] <= cpu[PROXY]:
         return aim
-    price = (cpu[PROXY_REDIS] - cpu[PROXY]) / (entered[PROXY_REDIS] - entered[PROXY])
+    mean = entered[name] if first is None else (first + (TURNS - 1) * entered[name]) / TURNS
+    price = min((cpu[PROXY_REDIS] - cpu[PROXY]) / (entered[PROXY_REDIS] - entered[PROXY]), cpu[name] / mean)
     share = aim["figure"] / aim["limit"] if aim.get("least") else aim["limit"] / aim["figure"]
     return aim | {"entries": round(entered[name] - cpu[name] * (1 - share) / price), "least_entries": LEAST_ENTRIES[name]}
 
@@ -172,7 +181,7 @@ def _over(medians: dict[str, float], base: str) -> dict[str, float]:
     return {name: value / medians[base] for name, value in medians.items()} if base in medians else {}
 
 
-def _load_aims(rows: Sequence[dict[str, Any]], entered: dict[str, int]) -> Iterator[Aim]:
+def _load_aims(rows: Sequence[dict[str, Any]], entered: dict[str, int], first: dict[str, int]) -> Iterator[Aim]:
     for row in rows:
         where, words = (row["shape"], row["connections"]), f"{row['shape']}, {row['connections']} at once"
         cpu = _medians(row["targets"], "cpu_us")
@@ -180,11 +189,11 @@ def _load_aims(rows: Sequence[dict[str, Any]], entered: dict[str, int]) -> Itera
         for name, limit in OVER_RELAY.get(where, {}).items():
             if name in ratios:
                 aim = _most(f"{words}, {name}: CPU over the bare relay's", ratios[name], limit, "x", ratios, plugin=name == PLUGIN)
-                yield _entries_left(aim, name, cpu, whole)
+                yield _entries_left(aim, name, cpu, whole, first.get(row["shape"]))
         rates = _over(_medians(row["targets"], "calls_per_s"), "litellm")
         if where in OVER_LITELLM and PROXY in rates:
             aim = _least(f"{words}, {PROXY}: calls per s over LiteLLM's", rates[PROXY], OVER_LITELLM[where], "x", rates)
-            yield _entries_left(aim, PROXY, cpu, whole)
+            yield _entries_left(aim, PROXY, cpu, whole, first.get(row["shape"]))
 
 
 def _other_aims(found: dict[str, Any], entered: dict[str, int]) -> Iterator[Aim]:

@@ -16,7 +16,7 @@ import msgspec
 from bench import client
 from bench.mock import reply_of
 from bench.stats import quantiles
-from bench.talk import Shape
+from bench.talk import TURNS, Shape
 
 CONNECTING = 128
 _SHORT = 8
@@ -87,7 +87,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     once: bool = False
     warm_turn: bool = False
     ramp_s: float = 0.0
-    turns: int = 16
+    turns: int = TURNS
     shape: Shape = Shape()
 
 

@@ -13,7 +13,7 @@ import uvloop
 from bench.client import check_continued
 from bench.load import Generator, Spec
 from bench.processes import Process
-from bench.talk import SHAPES, Shape
+from bench.talk import SHAPES, TURNS, Shape
 from bench.targets import NOT_STREAMED, SLOW, Target
 
 FEW = 64
@@ -45,7 +45,7 @@ class Row:
             warm = min(20.0, 0.3 + queue)
             wanted = min(FAST_SECONDS, self.seconds) if fast else self.seconds * (3 if slow else 1)
             seconds = min(40.0, wanted + 2 * queue)
-        return Spec(connections=self.connections, seconds=seconds, warm_s=warm, turns=4 if streamed else 16, shape=shape)
+        return Spec(connections=self.connections, seconds=seconds, warm_s=warm, turns=4 if streamed else TURNS, shape=shape)
 
 
 def chosen(targets: Mapping[str, Target], row: Row) -> dict[str, Target]:

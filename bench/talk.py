@@ -9,6 +9,8 @@ from typing import Any
 import msgspec
 
 WORDS = ("the", "file", "return", "self", "value", "import", '"name"', "error", "line\n", "None", "path", "->", "def", "of")
+TURNS = 16
+"""Calls of a session under load."""
 _POOL_SIZE = 1 << 18
 _POOL = " ".join(random.Random(_POOL_SIZE).choices(WORDS, k=_POOL_SIZE // 4))
 

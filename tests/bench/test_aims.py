@@ -160,6 +160,18 @@ def test_an_aim_that_leaves_a_call_too_few_functions_is_out_of_reach(relay, left
     assert aim_table([aim]).rows[0][-1] == f"{left}, needs 487"
 
 
+@pytest.mark.parametrize(
+    ("first", "left"),
+    [
+        ({}, 556),  # the aim is 760 of 820 µs, and no function costs more than a 600th of 820 µs
+        ({"first call, 200 messages": {"all": 2200}}, 549),  # a 700th, as one call in 16 enters 2,200
+    ],
+)
+def test_a_function_costs_no_more_than_a_call_over_all_its_functions(first, left):
+    row = loaded("141 KB", 16, relay=(760 / 5.5, 1.0), proxy_memory=(820.0, 1.0), proxy_redis=(1120.0, 1.0))
+    assert aims({"load": [row], "entries": ENTERED | first})[0]["entries"] == left
+
+
 def test_an_aim_in_calls_a_second_leaves_as_many_functions_as_its_cpu_pays_for():
     runs = {"proxy memory": (750.0, 1400.0), "proxy redis": (650.0, 1600.0)}
     good = [{"target": name, "calls_per_s": rate, "calls": 50, "torn": [], "cpu_us": cpu} for name, (rate, cpu) in runs.items()]
