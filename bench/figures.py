@@ -115,6 +115,8 @@ LEAST_ENTRIES = {PROXY: 487, PROXY_REDIS: 576, PLUGIN: 487}
 """The least Python functions that a call of a target enters (docs/decisions/0074)."""
 _ENTERED = {PROXY: "memory, 1 KB", PROXY_REDIS: "Redis, 1 KB", PLUGIN: "plugin, 141 KB"}
 """Target → the case of `entries` that says how many a call enters; a longer history enters no more."""
+INTERPRETER = 0.76
+"""The most of a call's CPU that the interpreter takes: 74 to 76 % at 1 KB, 62 to 63 % at 141 KB (perf, AMD EPYC; 76 % on an Intel Xeon)."""
 _FIRST = {"141 KB": "first call, 200 messages"}
 """Shape → the case for the first call of a session, where it enters more than a later one."""
 
@@ -153,21 +155,17 @@ def _least(words: str, value: float, limit: float, unit: str, all_: dict[str, fl
     return {**_most(words, value, limit, unit, all_), "least": True, "met": value >= limit}
 
 
-def _entries_left(aim: Aim, name: str, cpu: dict[str, float], entered: dict[str, int], first: int | None = None) -> Aim:
+def _entries_left(aim: Aim, name: str, entered: dict[str, int], first: int | None = None) -> Aim:
     """Adds how many functions a call of a target might enter to meet an aim, if all else costs what it costs.
 
-    `cpu` is the CPU of a call, in any unit, by target; `first`: how many the first of `TURNS` calls enters, if not as many as the others.
-
-    The price of a function is what Redis adds to a call of the memory store in the same run, but at most a call's whole CPU over all
-    functions that it enters. Both are more than a function costs: some of Redis's write to its connection, and a call's CPU also copies and
-    hashes its body. So the result is too high, if anything.
+    `first`: how many the first of `TURNS` calls enters, if not as many as the others. The functions of a call share what the interpreter
+    takes of its CPU (`INTERPRETER`), whatever the interpreter does besides entering them. So the result is too high, if anything.
     """
-    if not entered or not {PROXY, PROXY_REDIS} <= cpu.keys() or cpu[PROXY_REDIS] <= cpu[PROXY]:
+    if not entered:
         return aim
     mean = entered[name] if first is None else (first + (TURNS - 1) * entered[name]) / TURNS
-    price = min((cpu[PROXY_REDIS] - cpu[PROXY]) / (entered[PROXY_REDIS] - entered[PROXY]), cpu[name] / mean)
     share = aim["figure"] / aim["limit"] if aim.get("least") else aim["limit"] / aim["figure"]
-    return aim | {"entries": round(entered[name] - cpu[name] * (1 - share) / price), "least_entries": LEAST_ENTRIES[name]}
+    return aim | {"entries": round(entered[name] - mean * (1 - share) / INTERPRETER), "least_entries": LEAST_ENTRIES[name]}
 
 
 def _medians(targets: dict[str, list[dict[str, Any]]], what: str) -> dict[str, float]:
@@ -189,11 +187,11 @@ def _load_aims(rows: Sequence[dict[str, Any]], entered: dict[str, int], first: d
         for name, limit in OVER_RELAY.get(where, {}).items():
             if name in ratios:
                 aim = _most(f"{words}, {name}: CPU over the bare relay's", ratios[name], limit, "x", ratios, plugin=name == PLUGIN)
-                yield _entries_left(aim, name, cpu, whole, first.get(row["shape"]))
+                yield _entries_left(aim, name, whole, first.get(row["shape"]))
         rates = _over(_medians(row["targets"], "calls_per_s"), "litellm")
         if where in OVER_LITELLM and PROXY in rates:
             aim = _least(f"{words}, {PROXY}: calls per s over LiteLLM's", rates[PROXY], OVER_LITELLM[where], "x", rates)
-            yield _entries_left(aim, PROXY, cpu, whole, first.get(row["shape"]))
+            yield _entries_left(aim, PROXY, whole, first.get(row["shape"]))
 
 
 def _other_aims(found: dict[str, Any], entered: dict[str, int]) -> Iterator[Aim]:
@@ -206,10 +204,9 @@ def _other_aims(found: dict[str, Any], entered: dict[str, int]) -> Iterator[Aim]
                 yield _most(f"{words}, {name}: CPU beyond reading the body", value, 1.1, "x", beyond)
         if grown["redis_bytes_per_token"]:
             yield _most("redis: stored bytes a token", grown["redis_bytes_per_token"], 10.0, "B")
-    rollouts = {name: [run for run in found.get("rollouts", ()) if run["target"] == name] for name in (PROXY, PROXY_REDIS)}
-    rates, cpu = (_medians(rollouts, what) for what in ("calls_per_s", "cpu_us"))
-    if PROXY in rates:
-        yield _entries_left(_least(f"32 sessions at once, {PROXY}: turns per s", rates[PROXY], 1500.0, "1/s"), PROXY, cpu, entered)
+    rollouts = [run for run in found.get("rollouts", ()) if run["target"] == PROXY]
+    for rate in _medians({PROXY: rollouts}, "calls_per_s").values():
+        yield _entries_left(_least(f"32 sessions at once, {PROXY}: turns per s", rate, 1500.0, "1/s"), PROXY, entered)
     for run in (run for run in found.get("streams", ()) if run["target"] == PROXY):
         words = f"{run['streams']:,} streams at once in one process"
         short = f", what {run['wanted']:,} would take" if run["streams"] < run["wanted"] else ""

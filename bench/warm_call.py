@@ -11,6 +11,7 @@ import inspect
 import io
 import json
 import logging
+import socket
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -140,15 +141,18 @@ async def _engines(talk: Talk) -> AsyncIterator[str]:
 
 
 def _answer(address: str, bodies: _Asked, loop: asyncio.AbstractEventLoop) -> None:
-    """Post bodies, one after the other, over one connection."""
-    client = http.client.HTTPConnection(address)
-    while (asked := bodies.get()) is not None:
-        body, answered = asked
-        try:
-            client.request("POST", "/s/path/v1/chat/completions", body, {"Content-Type": "application/json"})
-            client.getresponse().read()
-        except Exception as why:  # noqa: BLE001 - the one who asked raises it
-            loop.call_soon_threadsafe(answered.set_exception, why)
-        else:
-            loop.call_soon_threadsafe(answered.set_result, None)
-    client.close()
+    """Post bodies, one after the other, over one connection. Each is sent with its head, so that both arrive at once."""
+    host, _, port = address.partition(":")
+    with socket.create_connection((host, int(port))) as connection:
+        while (asked := bodies.get()) is not None:
+            body, answered = asked
+            head = f"POST /s/path/v1/chat/completions HTTP/1.1\r\nHost: {address}\r\nAccept-Encoding: identity\r\n"
+            try:
+                connection.sendall(f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+                answer = http.client.HTTPResponse(connection)
+                answer.begin()
+                answer.read()
+            except Exception as why:  # noqa: BLE001 - the one who asked raises it
+                loop.call_soon_threadsafe(answered.set_exception, why)
+            else:
+                loop.call_soon_threadsafe(answered.set_result, None)
