@@ -182,8 +182,7 @@ def _over(medians: dict[str, float], base: str) -> dict[str, float]:
 def _load_aims(rows: Sequence[dict[str, Any]], entered: dict[str, int], first: dict[str, int]) -> Iterator[Aim]:
     for row in rows:
         where, words = (row["shape"], row["connections"]), f"{row['shape']}, {row['connections']} at once"
-        cpu = _medians(row["targets"], "cpu_us")
-        ratios, whole = _over(cpu, "relay"), {} if "chunks" in row["shape"] else entered
+        ratios, whole = _over(_medians(row["targets"], "cpu_us"), "relay"), {} if "chunks" in row["shape"] else entered
         for name, limit in OVER_RELAY.get(where, {}).items():
             if name in ratios:
                 aim = _most(f"{words}, {name}: CPU over the bare relay's", ratios[name], limit, "x", ratios, plugin=name == PLUGIN)
@@ -204,9 +203,9 @@ def _other_aims(found: dict[str, Any], entered: dict[str, int]) -> Iterator[Aim]
                 yield _most(f"{words}, {name}: CPU beyond reading the body", value, 1.1, "x", beyond)
         if grown["redis_bytes_per_token"]:
             yield _most("redis: stored bytes a token", grown["redis_bytes_per_token"], 10.0, "B")
-    rollouts = [run for run in found.get("rollouts", ()) if run["target"] == PROXY]
-    for rate in _medians({PROXY: rollouts}, "calls_per_s").values():
-        yield _entries_left(_least(f"32 sessions at once, {PROXY}: turns per s", rate, 1500.0, "1/s"), PROXY, entered)
+    rates = _medians({PROXY: [run for run in found.get("rollouts", ()) if run["target"] == PROXY]}, "calls_per_s")
+    if PROXY in rates:
+        yield _entries_left(_least(f"32 sessions at once, {PROXY}: turns per s", rates[PROXY], 1500.0, "1/s"), PROXY, entered)
     for run in (run for run in found.get("streams", ()) if run["target"] == PROXY):
         words = f"{run['streams']:,} streams at once in one process"
         short = f", what {run['wanted']:,} would take" if run["streams"] < run["wanted"] else ""

@@ -6,12 +6,10 @@ through a queue, and answers through a future. Both are C code, so what passes a
 
 import asyncio
 import contextlib
-import http.client
 import inspect
 import io
 import json
 import logging
-import socket
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -22,6 +20,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import tokencache
+from bench.client import Client
 from tests.support.plugin_engine import PluginEngine
 from tokencache import logs
 from tokencache.background import repeat
@@ -69,7 +68,7 @@ async def follow_last_call(talk: Talk, follow: Callable[[FrameType, str, Any], o
             while not all(map(proxy.pool.serves, proxy.pool.monitors)):  # noqa: ASYNC110 - nothing announces it
                 await asyncio.sleep(_SETTLING_SECONDS / 10)
             bodies = _Asked()
-            client = threading.Thread(target=_answer, args=(url.removeprefix("http://"), bodies, loop))
+            client = threading.Thread(target=_answer, args=(int(url.rpartition(":")[2]), bodies, loop))
             client.start()
             each = "word " * (talk.size // talk.messages // 5)
             texts = [(("user", "assistant")[n % 2], f"EPISODE:steps {n} {each}") for n in range(talk.messages)]
@@ -140,18 +139,13 @@ async def _engines(talk: Talk) -> AsyncIterator[str]:
         thread.join()
 
 
-def _answer(address: str, bodies: _Asked, loop: asyncio.AbstractEventLoop) -> None:
-    """Post bodies, one after the other, over one connection. Each is sent with its head, so that both arrive at once."""
-    host, _, port = address.partition(":")
-    with socket.create_connection((host, int(port))) as connection:
+def _answer(port: int, bodies: _Asked, loop: asyncio.AbstractEventLoop) -> None:
+    """Post bodies, one after the other, over one connection. A head is sent with its body: read apart, they are more entries."""
+    with contextlib.closing(Client(port)) as client:
         while (asked := bodies.get()) is not None:
             body, answered = asked
-            head = f"POST /s/path/v1/chat/completions HTTP/1.1\r\nHost: {address}\r\nAccept-Encoding: identity\r\n"
             try:
-                connection.sendall(f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
-                answer = http.client.HTTPResponse(connection)
-                answer.begin()
-                answer.read()
+                client.post(body, path="/s/path/v1/chat/completions")
             except Exception as why:  # noqa: BLE001 - the one who asked raises it
                 loop.call_soon_threadsafe(answered.set_exception, why)
             else:

@@ -167,7 +167,7 @@ def test_the_functions_of_a_sessions_first_call_have_their_share_of_the_cpu():
 
 
 def test_an_aim_in_calls_a_second_leaves_as_many_functions_as_its_cpu_pays_for():
-    good = [{"target": "proxy memory", "calls_per_s": 1125.0, "calls": 50, "torn": [], "cpu_us": 900.0}]
+    good = [{"target": "proxy memory", "calls_per_s": 1125.0, "calls": 50, "torn": []}]
     (aim,) = aims({"rollouts": good, "entries": ENTERED})
     assert aim["entries"] == 403  # a quarter of 600 over 0.76 is gone
 
