@@ -10,7 +10,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tokencache.cli import app
-from tokencache.demo import run_demo
+from tokencache.demo import run, run_demo
 from tokencache.demo.episodes import script
 from tokencache.proxy.plan import Plan
 from tokencache.proxy.planner import Planner
@@ -48,6 +48,13 @@ async def test_the_proxy_keeps_every_rollout_in_one_piece(tmp_path):
     readme = (ROOT / "README.md").read_text()
     for name in ("drifted_tokens", "sequences", "trainable_tokens"):
         assert f"| {direct[name]:,} | {proxied[name]:,} |" in readme
+
+
+async def test_its_figures_do_not_depend_on_the_order_of_the_calls(tmp_path, monkeypatch):
+    _, together, _ = await play(tmp_path, rollouts=4)
+    monkeypatch.setattr(run, "_AT_ONCE", 1)
+    _, in_turn, _ = await play(tmp_path, rollouts=4)
+    assert in_turn == together
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -137,7 +137,7 @@ class _Demo:
             model=self._stage.model,
             tools=episodes.TOOLS,
             streaming=n % 2 == 1,
-            extra=body,
+            extra={**body, "seed": n},  # without a seed, the simulated engine's ids depend on the order of calls
             on_turn=advance,
         )
         await harness.run(episodes.task(n), self._turns)
