@@ -116,9 +116,10 @@ def stop(monkeypatch, seconds, arrives=lambda: None):
 
 
 @pytest.mark.usefixtures("_few_files")
-async def test_a_request_that_is_not_read_yet_is_not_closed_to_make_room():
+async def test_a_request_that_is_not_read_yet_is_not_closed_to_make_room(monkeypatch):
+    monkeypatch.setattr(http_guard, "IDLE_SECONDS", 10 * PATIENCE)
     async with proxied() as rig, clients(rig) as connect:
-        waiting = [await connect(HEALTH) for _ in range(CAPACITY - 1)]
+        waiting = [await connect(HEALTH) for _ in range(CAPACITY)]
         for client in waiting:
             await client.answer()
         parts = urlsplit(rig.url)
