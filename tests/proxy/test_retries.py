@@ -494,7 +494,8 @@ async def test_a_store_that_fails_while_a_reply_is_claimed_makes_no_failure(rig,
 
 
 async def test_no_retry_arrives_in_time():
-    async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.5), linger=0.05) as rig:
+    async with proxied(linger=0.05) as rig:
+        rig.engine.token_delay = 0.5
         await leave(rig)
         await rig.engine.until(lambda: rig.ground_truth()[0].aborted)
         await settled(rig)
