@@ -1011,6 +1011,16 @@ def test_after_a_reply_that_is_not_known_a_turn_sampled_after_as_many_messages_m
     assert index.match(*first, U2, OK, U3)[2::2][:2] == (place, ((3, Hit(one)),) if known else ())
 
 
+def test_the_first_reply_may_be_that_of_a_turn_sampled_after_as_many_messages():
+    """A client that trims its messages may have written the one before it as another turn's."""
+    index = _Index()
+    one = index.add(_turn("a", OK), U1)
+    index.add(_turn("b", OK), U2, U2, U2)
+    assert index.match(S1, U1, OK, U3).anchors == ((2, Hit(one)),)
+    index.add(_turn("c", OK), S1, Message("user", "one "))
+    assert index.match(S1, U1, OK, U3).anchors == ()
+
+
 def test_a_turn_with_other_tokens_does_not_make_up_for_two_places_of_one():
     """Either place may be the turn that followed the reply before the second one. The other turn with its words is in one of them."""
     index, yes, no = _Index(), Message("assistant", "Yes"), Message("assistant", "No")

@@ -351,9 +351,9 @@ class _Surroundings(NamedTuple):
     def led_to(self, turns: Iterable[Turn]) -> bool:
         """Whether one of these turns was sampled after the preceding reply and as many messages; what they say may have changed.
 
-        If the turn of that reply is not known, as many messages since the beginning count.
+        If there is no such reply, or its turn is not known, as many messages since the beginning count.
         """
-        if self.last is None and self.conversation.first_places["assistant"] < self.place:
+        if self.last is None:
             return any(turn.messages == self.place for turn in turns)
         return any(self.follows(turn, at_least=True) for turn in turns)
 

@@ -277,7 +277,7 @@ class Tally:
 
     def shown(self, most: int, *, misses: bool = False) -> list[str]:
         """The first findings of every class."""
-        kinds = [*NEVER, *(["missed"] if misses else [])]
+        kinds = [*NEVER, "no rendering", *(["missed"] if misses else [])]
         return [str(one) for kind in kinds for one in [one for one in self.findings if one.kind == kind][:most]]
 
     @property

@@ -43,6 +43,7 @@ from tests.system.adversary.words import (
     text_of,
     thoughts,
     understood_forms,
+    with_blanks_of,
     with_mended_names,
     without_text,
 )
@@ -430,13 +431,13 @@ class Oracle:
         return by_id or self._answered(given, entries[:place], scope)
 
     def _came_with_ids(self, given: SampledTurn, entry: Entry, span: Span, called: Called) -> bool:
-        """Whether a client sent a turn's ids with a message that the template writes as the turn's reply: Kimi's writes no names of tools.
+        """Whether a client sent a turn's ids with a message that the template writes as the turn's reply, but for blanks at its end.
 
-        A prompt that goes on with that one has them, too.
+        Kimi's writes no names of tools. A prompt that goes on with that one has them, too.
         """
         if span.place in called.plan.client_places:
             messages = list(called.messages)
-            messages[span.place] = {**given.reply, "role": "assistant"}
+            messages[span.place] = {**with_blanks_of(entry.message, given.reply), "role": "assistant"}
             if called.text(messages) == called.text():
                 self._with_ids.add((given.number, entry.loose))
         return (given.number, entry.loose) in self._with_ids
@@ -610,7 +611,7 @@ class Oracle:
         since = _since(entries[:place])
         there = [said for said in self.turns.values() if said.last is not None and said.last == previous]
         there = [said for said in there if len(_since(said.entries)) == len(since)]
-        if previous is None and len(since) < place:  # the reply before is not known: as many messages since the beginning count
+        if previous is None:  # there is no reply before, or it is not known: as many messages since the beginning count
             there = [said for said in self.turns.values() if len(said.entries) == place]
         if (
             self._may_be_cut(entry, [*self.turns.values()], own)

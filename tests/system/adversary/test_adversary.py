@@ -383,6 +383,7 @@ async def test_words_behind_a_stop_string_are_the_harness_s(added, after, found)
 async def test_a_reply_with_words_at_its_end_may_have_all_the_evidence_of_another_turn(monkeypatch, before, lost, found):
     """Unless it was sampled after the same message itself, and is still recorded."""
     monkeypatch.setattr(match._Finder, "_may_be_unfound", lambda *_: False)
+    monkeypatch.setattr(match._Finder, "has_rival", lambda *_: False)
     stack, tally = Stack("Qwen2.5", seed=3), Tally()
     oracle = Oracle(stack, 0, tally)
 
@@ -639,6 +640,16 @@ async def test_a_handle_shows_which_of_two_turns_with_the_same_tokens_a_reply_fo
     tally.counts.clear()
     await ask("Yes.", system, Entry(ASK), first, hurry, replace(done, handle=""), Entry(ASK))
     assert (tally.counts["owed"], tally.counts["missed"]) == (owed, 0)
+
+
+@pytest.mark.parametrize(("before", "owed"), [((), 1), ((ASK,), 0), ((ASK, ASK), 1)])
+async def test_the_first_reply_may_be_another_one_after_as_many_messages(before, owed):
+    talk, hurry, brief = Judged(), Entry({"role": "user", "content": "Hurry."}), Entry({"role": "system", "content": "Be brief."})
+    await talk.ask({"content": "I look, and then I look again."}, *map(Entry, before), Entry(ASK))
+    done = await talk.ask({"content": "I look, and then I look again."}, hurry)
+    talk.tally.counts.clear()
+    await talk.ask({"content": "Yes."}, brief, hurry, done, Entry(ASK))
+    assert (talk.tally.counts["owed"], talk.tally.counts["missed"]) == (owed, 0)
 
 
 @pytest.mark.parametrize(("handle_of", "owed"), [(0, 1), (1, 0)])
@@ -1006,15 +1017,23 @@ async def test_another_message_may_be_a_reply_with_its_name_mended(asked, name, 
     assert await talk.found() & {"false"} == found
 
 
-@pytest.mark.parametrize(("template", "found"), [("Kimi-K2-Thinking", set()), ("Qwen2.5", {"false"})])
-async def test_a_client_may_send_ids_with_a_message_that_the_template_writes_as_their_reply(template, found):
-    """Kimi's templates write the id of a call, and not the name of its tool."""
+@pytest.mark.parametrize(
+    ("template", "written", "name", "found"),
+    [
+        ("Kimi-K2-Thinking", "I look.", "BASH", set()),
+        ("Qwen2.5", "I look.", "BASH", {"false"}),
+        ("EXAONE 4.0", "\ufeff<think>\nHm.\n</think>\n\nI look.\n", "bash", set()),
+        ("EXAONE 4.0", "\ufeff<think>\nHm.\n</think>\n\nI see.\n", "bash", {"false"}),
+    ],
+)
+async def test_a_client_may_send_ids_with_a_message_that_the_template_writes_as_their_reply(template, written, name, found):
+    """Kimi's templates write the id of a call, and not the name of its tool; EXAONE's leaves out all before the end of thinking."""
     stack, tally = Stack(template, seed=3), Tally()
     oracle = Oracle(stack, 0, tally)
     called = await stack.call("s", dialects.write("chat", [Entry(ASK)], [], {}), {"content": "I look.", "tool_calls": [CALL]})
     number = oracle.judge(called, (Entry(ASK),), scope="")
     served = dialects.served("chat", called.answer)[0]
-    sent = {**served, "tool_calls": [{**CALL, "function": {**CALL["function"], "name": "BASH"}}]}
+    sent = {**served, "content": written, "tool_calls": [{**CALL, "function": {**CALL["function"], "name": name}}]}
     entries = (Entry(ASK), Entry(sent, number), Entry({"role": "tool", "tool_call_id": CALL["id"], "content": "a.txt"}))
     later = await stack.call("s", dialects.write("chat", entries, [], {}), {"content": "Done."})
     for places in ((1,), ()):  # a later prompt goes on with the ids
