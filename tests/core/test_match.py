@@ -1012,7 +1012,7 @@ def test_after_a_reply_that_is_not_known_a_turn_sampled_after_as_many_messages_m
 
 
 def test_the_first_reply_may_be_that_of_a_turn_sampled_after_as_many_messages():
-    """A client that trims its messages may have written the one before it as another turn's."""
+    """A client that trims its messages may have made the message before one of them that of the other."""
     index = _Index()
     one = index.add(_turn("a", OK), U1)
     index.add(_turn("b", OK), U2, U2, U2)

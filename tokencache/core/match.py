@@ -351,7 +351,7 @@ class _Surroundings(NamedTuple):
     def led_to(self, turns: Iterable[Turn]) -> bool:
         """Whether one of these turns was sampled after the preceding reply and as many messages; what they say may have changed.
 
-        If there is no such reply, or its turn is not known, as many messages since the beginning count.
+        If there is no such reply, or its turn is unknown, the messages are counted from the beginning.
         """
         if self.last is None:
             return any(turn.messages == self.place for turn in turns)

@@ -10,7 +10,8 @@ A prompt may end with the beginning of a reply. Then the model samples the rest 
 within a character.
 
 The ids are then sampled as by a model, not chosen as by the tokenizer. The generator is seeded with the prompt and a call counter. So the
-same request gives the same text in different ids each time, and a whole test run gives the same ids every time.
+same request gives the same text in different ids each time, and a whole test run gives the same ids every time, if its calls come in the
+same order or name a `seed`.
 
 vLLM's qwen3 parser reads a reply without `</think>` as reasoning only (see `parser`). So an episode must end its thinking, with
 `<think>\n…\n</think>\n\n` at the beginning, or turn it off with `chat_template_kwargs: {"enable_thinking": false}`.

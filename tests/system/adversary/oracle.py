@@ -609,10 +609,7 @@ class Oracle:
             return "handle"
         after_same = [said for said in self.turns.values() if said.entries[-1].exact == entries[place - 1].exact]
         since = _since(entries[:place])
-        there = [said for said in self.turns.values() if said.last is not None and said.last == previous]
-        there = [said for said in there if len(_since(said.entries)) == len(since)]
-        if previous is None:  # there is no reply before, or it is not known: as many messages since the beginning count
-            there = [said for said in self.turns.values() if len(said.entries) == place]
+        there = [said for said in self.turns.values() if self._led_there(said, place, previous, len(since))]
         if (
             self._may_be_cut(entry, [*self.turns.values()], own)
             or self._may_be_text_of_cut(entry, [*after_same, *there], own)
@@ -631,6 +628,14 @@ class Oracle:
         # The reply before a turn is unknown where it was not recognised: it may have been this one.
         led = [said for said in beside if previous is not None and said.last in {previous, None} and _since(said.entries) == since]
         return "previous reply and all since" if own in led and own.last is not None and self._alone(own, led) else ""
+
+    @staticmethod
+    def _led_there(said: SampledTurn, place: int, previous: int | None, since: int) -> bool:
+        """Whether a turn was sampled after the previous reply and as many messages.
+
+        If there is no such reply, or it is unknown, the messages are counted from the beginning.
+        """
+        return len(said.entries) == place if previous is None else said.last == previous and len(_since(said.entries)) == since
 
     def _may_be_cut(self, entry: Entry, turns: Sequence[SampledTurn], own: SampledTurn) -> bool:
         """Whether a message may be the beginning of another reply, which its client left: it begins with the same call.

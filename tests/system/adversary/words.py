@@ -39,12 +39,6 @@ def text_of(message: Message) -> str:
     return content or ""
 
 
-def with_blanks_of(message: Message, reply: Message) -> Message:
-    """A reply whose text, if it has one, ends with the white space with which a message's text ends."""
-    text, end = text_of(reply).rstrip(_BLANK), text_of(message)
-    return {**reply, "content": text + end[len(end.rstrip(_BLANK)) :]} if text else reply
-
-
 def _parted(message: Message) -> tuple[str, str]:
     """The reasoning at the beginning of a reply's text, and the rest."""
     text = text_of(message)
@@ -126,6 +120,13 @@ def safe(name: str) -> str:
 
 
 # --- other forms ------------------------------------------------------------------------------------------------------
+
+
+def with_blanks_of(message: Message, reply: Message) -> Message:
+    """The reply, its text ending with the white space at the end of the message's text; unchanged if it has no text."""
+    text, written = text_of(reply).rstrip(_BLANK), text_of(message)
+    blanks = written[len(written.rstrip(_BLANK)) :]
+    return {**reply, "content": text + blanks} if text else reply
 
 
 def trimmed(message: Message, _: random.Random) -> Message:
